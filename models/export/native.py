@@ -1,0 +1,170 @@
+"""Native flat checkpoint layout (DeepSpec, vLLM, SGLang): config.json + model.safetensors.
+
+Every key a reader defaults differently is written explicitly. `load` refuses a folder that does not say its block layout,
+its mask id or its taps: those faults are silent in every engine and only show as low acceptance.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..config import DSparkConfig, default_tap_layers
+from ..draft import FrozenHeads
+from ..dspark import DSpark
+
+REQUIRED = ("sample_from_anchor", "mask_token_id", "target_layer_ids", "block_size", "markov_rank", "enable_confidence_head")
+FROZEN = ("embed_tokens.weight", "lm_head.weight")
+
+
+def build_config(target_config: Any, cfg: DSparkConfig, *, mask_token_id: int, target_name: str) -> dict[str, Any]:
+    """Resolve a recipe's drafter against a target's Hugging Face config into the exported config dict."""
+    text = getattr(target_config, "get_text_config", lambda: target_config)()
+    layers = text.num_hidden_layers
+    taps = cfg.tap_layers if cfg.tap_layers is not None else default_tap_layers(layers, cfg.num_taps)
+    check_taps(taps, layers)
+    head = cfg.effective_head
+    rank = 0 if head == "none" else cfg.rank
+    heads = text.num_attention_heads
+    config: dict[str, Any] = {
+        "architectures": ["Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        "hidden_size": text.hidden_size,
+        "intermediate_size": text.intermediate_size,
+        "num_hidden_layers": cfg.num_layers,
+        "num_target_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+        "initializer_range": getattr(text, "initializer_range", 0.02),
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "max_position_embeddings": text.max_position_embeddings,
+        "rope_parameters": rope_parameters(text),
+        "vocab_size": text.vocab_size,
+        "layer_types": ["full_attention"] * cfg.num_layers,
+        "use_sliding_window": False,
+        "tie_word_embeddings": False,
+        "block_size": cfg.block_size,
+        "sample_from_anchor": True,
+        "target_layer_ids": list(taps),
+        "mask_token_id": mask_token_id,
+        "num_anchors": 512,
+        "markov_rank": rank,
+        "enable_confidence_head": cfg.survival_head,
+        "confidence_head_with_markov": bool(cfg.survival_head and cfg.survival_with_head and rank > 0),
+        "target_model_name_or_path": target_name,
+    }
+    if rank > 0:
+        config["markov_head_type"] = head
+    if cfg.draft_vocab_size is not None:
+        config["draft_vocab_size"] = cfg.draft_vocab_size
+    return config
+
+
+def check_taps(taps: tuple[int, ...] | list[int], num_layers: int) -> None:
+    """Taps must be ascending, unique and in [0, L-2]: the last layer's state is post-norm in Hugging Face, pre-norm elsewhere."""
+    if not taps or any(not 0 <= t <= num_layers - 2 for t in taps) or list(taps) != sorted(set(taps)):
+        raise ValueError(
+            f"drafter.tap_layers: {list(taps)} must be strictly ascending layer ids in [0, {num_layers - 2}] "
+            f"(the target has {num_layers} layers; its last layer cannot be tapped)"
+        )
+
+
+def rope_parameters(text: Any) -> dict[str, Any]:
+    """The target's rotary parameters in the transformers-5 form, theta always explicit."""
+    found = getattr(text, "rope_parameters", None) or {"rope_type": "default"}
+    if "rope_theta" not in found:
+        # Per-layer-type ropes (Gemma-3 style): the full-attention entry serves full-attention draft layers.
+        found = found.get("full_attention", found)
+    theta = found.get("rope_theta") or getattr(text, "rope_theta", None) or 10000.0
+    return {"rope_type": "default", **found, "rope_theta": theta}
+
+
+def save(
+    folder: Path, drafter: DSpark, heads: FrozenHeads, *, dtype: torch.dtype = torch.bfloat16, extra: dict[str, Any] | None = None
+) -> Path:
+    """Write the folder atomically (a half-written one never bears the final name). Returns the folder.
+
+    The target's embedding and LM head go along (DeepSpec needs them); `d2t` holds offsets: target id = i + d2t[i].
+    `extra` is written as draftsmith.json.
+    """
+    config = {**drafter.config, "dtype": str(dtype).removeprefix("torch.")}
+    tensors: dict[str, Tensor] = {k: v.detach().to("cpu", dtype).contiguous() for k, v in drafter.state_dict().items()}
+    tensors["embed_tokens.weight"] = heads.embedding.to("cpu", dtype).clone().contiguous()
+    tensors["lm_head.weight"] = heads.draft_head.to("cpu", dtype).clone().contiguous()
+    if heads.draft_ids is not None:
+        ids = heads.draft_ids.cpu()
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(config["vocab_size"], dtype=torch.bool).index_fill_(0, ids, True)
+    temporary = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+    (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if extra is not None:
+        (temporary / "draftsmith.json").write_text(json.dumps(extra, indent=2) + "\n")
+    if folder.exists():
+        shutil.rmtree(folder)
+    os.replace(temporary, folder)
+    return folder
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of an exported drafter, refused with the missing key when it does not say its own frame."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder}: no config.json; not an exported drafter")
+    config = json.loads(path.read_text())
+    missing = [key for key in REQUIRED if key not in config]
+    if missing:
+        raise ValueError(f"{path}: missing {', '.join(missing)}; a drafter that does not state them is silently slow, export it again")
+    if config["sample_from_anchor"] is not True:
+        raise ValueError(f"{path}: sample_from_anchor: {config['sample_from_anchor']!r} is the fill-in layout; only true (anchor-first) loads here")
+    check_taps(config["target_layer_ids"], config["num_target_layers"])
+    if not 0 <= config["mask_token_id"] < config["vocab_size"]:
+        raise ValueError(f"{path}: mask_token_id: {config['mask_token_id']} outside [0, {config['vocab_size'] - 1}]")
+    if config["markov_rank"] > 0 and config.get("markov_head_type") not in ("vanilla", "gated", "rnn"):
+        raise ValueError(f"{path}: markov_head_type: {config.get('markov_head_type')!r} must be vanilla, gated or rnn")
+    return config
+
+
+def load(
+    folder: Path, *, embedding: Tensor, lm_head: Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[DSpark, FrozenHeads]:
+    """Strict load of an exported drafter beside its target's embedding [V,H] and LM head [V,H].
+
+    Raises ValueError when a tensor is missing or unknown, or when the file's embedding or head differs from the target's
+    (a random embedding after a non-strict load is a known silent fault).
+    """
+    config = read_config(folder)
+    tensors = load_file(folder / "model.safetensors")
+    d2t, _ = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    draft_ids = None if d2t is None else d2t + torch.arange(len(d2t))
+    if draft_ids is None and config.get("draft_vocab_size") not in (None, config["vocab_size"]):
+        raise ValueError(f"{folder}: draft_vocab_size: {config['draft_vocab_size']} without a d2t tensor")
+    frozen = {name: tensors.pop(name, None) for name in FROZEN}
+    drafter = DSpark(config)
+    result = drafter.load_state_dict(tensors, strict=False)
+    if result.missing_keys or result.unexpected_keys:
+        raise ValueError(f"{folder}/model.safetensors: missing {result.missing_keys}, unknown {result.unexpected_keys}")
+    heads = FrozenHeads.build(embedding, lm_head, draft_ids)
+    for name, ours in zip(FROZEN, (heads.embedding, heads.draft_head), strict=True):
+        theirs = frozen[name]
+        if theirs is None:
+            continue
+        if theirs.shape != ours.shape or not torch.allclose(
+            theirs.float(), ours.to("cpu", theirs.dtype).float(), rtol=2**-7, atol=1e-5
+        ):
+            raise ValueError(f"{folder}: {name} is not this target's; the drafter belongs to {config.get('target_model_name_or_path')!r}")
+    drafter = drafter.to(device=embedding.device, dtype=dtype).eval()
+    return drafter, heads

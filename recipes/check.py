@@ -1,0 +1,86 @@
+"""Checks that need more than one section of a recipe, or the target's config.json. No weights load, nothing is converted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..models.facts import TargetFacts, target_facts
+from .load import ConfigError
+from .schema import Recipe
+
+
+def check_recipe(recipe: Recipe, given: frozenset[str] = frozenset()) -> None:
+    """Refuses a recipe whose parts do not fit together or do not fit its target.
+
+    Args:
+        recipe: a recipe whose fields are valid one by one.
+        given: the keys that the user wrote. A default that cannot apply is dropped in silence, a written one is refused.
+
+    Raises:
+        ConfigError: every mistake, one line each.
+    """
+    lines = list(_among_sections(recipe, given))
+    try:
+        facts = target_facts(recipe.target)
+    except ValueError as error:
+        lines.append(str(error))
+    else:
+        lines += _against_target(recipe, facts)
+    if lines:
+        raise ConfigError(lines)
+
+
+def _among_sections(recipe: Recipe, given: frozenset[str]) -> Iterator[str]:
+    drafter, data = recipe.drafter, recipe.data
+    headless = drafter.rank == 0 or drafter.head == "none"
+    if headless and "drafter.survival_with_head" in given and drafter.survival_with_head:
+        yield (
+            "drafter.survival_with_head: True needs a correction head, but "
+            + (f"drafter.rank is {drafter.rank}; set rank at least 1" if drafter.rank == 0 else "drafter.head is none; choose one")
+            + ", or survival_with_head false"
+        )
+    if not drafter.survival_head and "objective.survival" in given and recipe.objective.survival > 0:
+        yield f"objective.survival: {recipe.objective.survival} needs drafter.survival_head true; set one of them to 0 or true"
+    slots = recipe.eval.num_slots
+    if slots is not None and slots > drafter.block_size:
+        yield f"eval.num_slots: {slots} is not allowed; it must be from 1 to {drafter.block_size} (drafter.block_size)"
+    if data.max_length <= drafter.block_size:
+        yield (
+            f"data.max_length: {data.max_length} is not allowed; a row must be longer than a block, "
+            f"at least {drafter.block_size + 1}"
+        )
+    if drafter.mask_token_id is not None and drafter.mask_token_id < 0:
+        yield f"drafter.mask_token_id: {drafter.mask_token_id} is not allowed; it must be at least 0"
+
+
+def _against_target(recipe: Recipe, facts: TargetFacts) -> Iterator[str]:
+    drafter = recipe.drafter
+    last = facts.num_layers - 2  # the last layer's output is never tapped: engines disagree on whether its norm is in it
+    taps = drafter.tap_layers
+    if taps is not None:
+        allowed = f"it must be ascending layer ids from 0 to {last} ({facts.name} has {facts.num_layers} layers)"
+        if not taps or list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > last:
+            yield f"drafter.tap_layers: {list(taps)} is not allowed; {allowed}"
+    mask = drafter.mask_token_id
+    if mask is not None and mask >= facts.vocab_size:
+        yield f"drafter.mask_token_id: {mask} is not allowed; it must be from 0 to {facts.vocab_size - 1}"
+    if mask is not None and mask in facts.eos_token_ids:
+        yield (
+            f"drafter.mask_token_id: {mask} is not allowed; it ends an answer of {facts.name}: choose a token from 0 to "
+            f"{facts.vocab_size - 1} that never occurs in text"
+        )
+    reduced = drafter.draft_vocab_size
+    if reduced is not None and reduced > facts.vocab_size:
+        yield f"drafter.draft_vocab_size: {reduced} is not allowed; it must be from 2 to {facts.vocab_size}"
+    if facts.max_positions:
+        if recipe.data.max_length > facts.max_positions:
+            yield (
+                f"data.max_length: {recipe.data.max_length} is not allowed; it must be at most {facts.max_positions}, "
+                f"the context of {facts.name}"
+            )
+        longest = max(recipe.eval.contexts) + recipe.eval.max_new_tokens
+        if longest > facts.max_positions:
+            yield (
+                f"eval.contexts: {list(recipe.eval.contexts)} with max_new_tokens {recipe.eval.max_new_tokens} is not allowed; "
+                f"together they must be at most {facts.max_positions}, the context of {facts.name}"
+            )

@@ -1,0 +1,71 @@
+"""Linear layers over weights packed once, and the memory-bandwidth probe of the benchmarks."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .build import library
+
+
+def aligned_empty(elements: int, dtype: torch.dtype) -> Tensor:
+    """1-D tensor on a 64-byte boundary (one cache line, one vector)."""
+    size = torch.empty(0, dtype=dtype).element_size()
+    raw = torch.empty(elements * size + 64, dtype=torch.uint8)
+    skip = -raw.data_ptr() % 64
+    return raw[skip : skip + elements * size].view(dtype)
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Weight [N,K] (float32 or bf16, CPU) -> packed 1-D tensor; layout in linear.h."""
+    assert weight.dim() == 2 and weight.device.type == "cpu"
+    weight = weight.detach().contiguous()
+    rows, columns = weight.shape
+    lib = library()
+    packed = aligned_empty(lib.ds_packed_size(weight.element_size(), rows, columns), weight.dtype)
+    lib.ds_pack(weight.element_size(), weight.data_ptr(), rows, columns, packed.data_ptr(), torch.get_num_threads())
+    return packed
+
+
+class PackedLinear:
+    """y = x W^T + b on CPU, bitwise the same for a row whatever the other rows are. No gradient.
+
+    weight [N,K] float32 or bf16, bias [N] or None. Call with x [..., K] in the weight's dtype -> [..., N]
+    (float32 with `as_float`, else the weight's dtype). Accumulates in float32.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self.packed = pack(weight)
+        self.bias = None if bias is None else bias.detach().float().contiguous()
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor, *, as_float: bool = False) -> Tensor:
+        assert x.dtype == self.dtype and x.shape[-1] == self.in_features
+        rows = x.reshape(-1, self.in_features)
+        if self.dtype == torch.bfloat16 and self.in_features % 32:
+            rows = F.pad(rows, (0, -self.in_features % 32))
+        rows = rows.contiguous()
+        out = torch.empty(rows.shape[0], self.out_features, dtype=torch.float32 if as_float else self.dtype)
+        if rows.shape[0]:
+            library().ds_linear(
+                self.packed.element_size(), rows.data_ptr(), rows.shape[0], self.packed.data_ptr(),
+                None if self.bias is None else self.bias.data_ptr(), self.out_features, self.in_features,
+                out.data_ptr(), int(as_float), torch.get_num_threads(),
+            )
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+def read_bandwidth(nbytes: int, repeats: int = 9) -> float:
+    """Measured read bandwidth in bytes per second: median over passes through a buffer of `nbytes`, all threads."""
+    buffer = aligned_empty(nbytes // 4, torch.float32).fill_(1.0)
+    threads, times = torch.get_num_threads(), []
+    for _ in range(repeats + 1):
+        begin = time.perf_counter()
+        library().ds_read(buffer.data_ptr(), buffer.numel(), threads)
+        times.append(time.perf_counter() - begin)
+    return buffer.nbytes / sorted(times[1:])[repeats // 2]

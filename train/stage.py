@@ -1,0 +1,115 @@
+"""Between a recipe's sections and the loop: rows, drafter, frozen heads and feature source, and whether a run is done."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..data import vocab
+from ..data.chat import TokenRow
+from ..data.config import DataConfig
+from ..data.source import Prompt
+from ..data.stage import Prepared, prepare
+from ..losses.config import ObjectiveConfig
+from ..models.config import DSparkConfig, TargetConfig
+from ..models.draft import FrozenHeads
+from ..models.dspark import DSpark, attach_check
+from ..models.export import native
+from ..models.init import init_from_target
+from ..models.target import Target
+from .config import TrainConfig
+from .features import OnlineFeatures
+from .loop import Setup, run_config_dict, split_validation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The sections of a recipe that training depends on."""
+
+    target: TargetConfig
+    data: DataConfig
+    drafter: DSparkConfig
+    objective: ObjectiveConfig
+    train: TrainConfig
+    seed: int = 0
+
+    def plain(self) -> dict[str, Any]:
+        """As nested dictionaries: the identity of a run, kept in its checkpoints and beside its drafter."""
+        names = ("target", "data", "drafter", "objective", "train", "seed")
+        return run_config_dict(**{name: getattr(self, name) for name in names})
+
+
+def is_trained(output: Path, parts: Parts) -> bool:
+    """Whether `output`/drafter is the finished result of exactly these parts."""
+    try:
+        made = json.loads((output / "drafter" / "draftsmith.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    wanted = json.loads(json.dumps(parts.plain()))
+    return made.get("recipe") == wanted and made.get("steps") == parts.train.steps
+
+
+def prepare_rows(
+    parts: Parts, target: Target, output: Path, *, heldout: Sequence[Prompt], say: Callable[[str], None] = print
+) -> Prepared:
+    """The training rows: answers of the target, made or reused under `output`. Raises ValueError as data.stage.prepare."""
+    name, revision = parts.target.name, parts.target.revision
+    return prepare(parts.data, target, output, name=name, revision=revision, heldout=heldout, say=say)
+
+
+def build_setup(parts: Parts, target: Target, rows: Sequence[TokenRow]) -> Setup:
+    """Drafter, frozen heads and rows for the loop. The same parts and rows give the same initial weights on every rank.
+
+    Raises ValueError when the drafter does not fit the target, or a split leaves nothing to train on.
+    """
+    if parts.data.features != "online":
+        raise ValueError(f"data.features: {parts.data.features!r} is not supported by the training stage; it must be online")
+    if target.logit_factor != 1.0:
+        raise ValueError(f"target.name: {parts.target.name!r} scales its logits by {target.logit_factor}, which is not supported")
+    training, validation = split_validation(rows, parts.train.validation_share)
+    if not training:
+        raise ValueError(f"train.validation_share: {parts.train.validation_share} leaves none of {len(rows)} rows to train on")
+    size = parts.drafter.draft_vocab_size
+    draft_ids = None
+    if size is not None:
+        draft_ids = vocab.choose(training, size, vocab_size=target.vocab_size, required=target.eos_token_ids)
+    heads = FrozenHeads.build(target.embedding_weight, target.lm_head_weight, draft_ids)
+    mask = parts.drafter.mask_token_id
+    if mask is None:
+        mask = pick_mask_token(target.tokenizer, target.vocab_size, target.eos_token_ids)
+    config = native.build_config(target.config, parts.drafter, mask_token_id=mask, target_name=parts.target.name)
+    torch.manual_seed(parts.seed)
+    drafter = DSpark(config)
+    attach_check(drafter, heads)
+    if parts.drafter.init == "target" and target.final_norm is not None:
+        init_from_target(drafter, target.layers, target.final_norm, target.embedding_weight)
+    source = OnlineFeatures(target, drafter.tap_layers)
+    return Setup(drafter, heads, source, training, validation, target.softcap)
+
+
+def pick_mask_token(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> int:
+    """A token that never occurs in chat text, for the slots whose content is unknown.
+
+    Special tokens that neither mark a turn nor pad come first, then rows of the embedding beyond the tokenizer's last id.
+    Raises ValueError when the target has neither: the recipe must then name one.
+    """
+    used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id, *eos_token_ids}
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    reserved = [
+        token_id
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if token.special and token_id not in used and token_id < vocab_size and token.content not in template
+    ]
+    named = [i for i in reserved if any(word in str(tokenizer.added_tokens_decoder[i]).lower() for word in ("mask", "reserved"))]
+    if named or reserved:
+        return max(named or reserved)
+    if len(tokenizer) < vocab_size:
+        return vocab_size - 1
+    raise ValueError(
+        f"drafter.mask_token_id: the target has no reserved token; name one from 0 to {vocab_size - 1} that never occurs in text"
+    )
