@@ -226,7 +226,7 @@ def _train(found: Run, device: str) -> None:
     say = accelerator.print
     with accelerator.main_process_first():
         prepared = stage.prepare_rows(parts, target, found.folder, heldout=heldout, say=say)
-    setup = stage.build_setup(parts, target, prepared.rows)
+        setup = stage.build_setup(parts, target, prepared.rows, found.folder, say=say)
     folder = loop.run(
         cfg=found.recipe.train, objective_cfg=found.recipe.objective, setup=setup, accelerator=accelerator,
         output=found.folder, seed=found.recipe.seed, run_config=parts.plain(), provenance=loop.provenance(),

@@ -2,7 +2,7 @@
 
 Folder: `manifest.json`, written first, and `shard-NNNNN.safetensors`, each holding whole rows under the names
 `{row}.taps` [T, n*H], `{row}.last_hidden` [T, H] and, optional, `{row}.lse` float32 [T] (log-sum-exp of the target's
-logits at each position). Which rows a shard holds follows from the row lengths, so a build can stop and go on anywhere.
+logits at each position) with `{row}.top` int32 [T] (their arg-max token). Which rows a shard holds follows from the row lengths, so a build can stop and go on anywhere.
 Shapes: T text length, n taps, H hidden size, R rows, V vocabulary.
 """
 
@@ -29,11 +29,12 @@ SHARD_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class RowFeatures:
-    """Features of one row: taps [T, n*H], last_hidden [T, H], lse float32 [T] or None."""
+    """Features of one row: taps [T, n*H], last_hidden [T, H], lse float32 [T] and top int [T], or None."""
 
     taps: torch.Tensor
     last_hidden: torch.Tensor
     lse: torch.Tensor | None = None
+    top: torch.Tensor | None = None
 
 
 Compute = Callable[[Sequence[TokenRow]], Sequence[RowFeatures]]
@@ -65,7 +66,7 @@ def feature_manifest(
     if dtype not in DTYPES:
         raise ValueError(f"features dtype={dtype!r}: allowed {', '.join(DTYPES)}")
     return {
-        "format": 1,
+        "format": 2,
         "kind": "features",
         "target": dict(target),
         "template": template,
@@ -81,7 +82,7 @@ def feature_manifest(
 def row_bytes(length: int, manifest: Mapping[str, Any]) -> int:
     """Bytes of the features of a row of `length` tokens."""
     width = manifest["hidden_size"] * (len(manifest["tap_layers"]) + 1)
-    return length * (width * DTYPES[manifest["dtype"]].itemsize + (4 if manifest["lse"] else 0))
+    return length * (width * DTYPES[manifest["dtype"]].itemsize + (8 if manifest["lse"] else 0))
 
 
 def estimate_bytes(rows: Sequence[TokenRow], manifest: Mapping[str, Any]) -> int:
@@ -119,7 +120,7 @@ def _check(found: RowFeatures, row: TokenRow, manifest: Mapping[str, Any]) -> No
     length, hidden = len(row.input_ids), manifest["hidden_size"]
     want = {"taps": (length, hidden * len(manifest["tap_layers"])), "last_hidden": (length, hidden)}
     if manifest["lse"]:
-        want["lse"] = (length,)  # type: ignore[assignment]
+        want |= {"lse": (length,), "top": (length,)}  # type: ignore[dict-item]
     for name, shape in want.items():
         tensor = getattr(found, name)
         assert tensor is not None and tuple(tensor.shape) == shape, f"{name} of row {row.id}: {shape} expected"
@@ -173,8 +174,9 @@ def _write_shard(
             tensors[f"{number}.taps"] = found.taps.detach().to("cpu", dtype).contiguous()
             tensors[f"{number}.last_hidden"] = found.last_hidden.detach().to("cpu", dtype).contiguous()
             if manifest["lse"]:
-                assert found.lse is not None
+                assert found.lse is not None and found.top is not None
                 tensors[f"{number}.lse"] = found.lse.detach().to("cpu", torch.float32).contiguous()
+                tensors[f"{number}.top"] = found.top.detach().to("cpu", torch.int32).contiguous()
     temporary = path.with_suffix(".tmp")
     save_file(tensors, temporary)
     with temporary.open("rb") as file:
@@ -213,11 +215,11 @@ class FeatureCache:
         if number not in self._open:
             self._open[number] = safe_open(_shard_path(self.folder, number), framework="pt")
         shard = self._open[number]
-        lse = shard.get_tensor(f"{index}.lse") if self.manifest["lse"] else None
-        return RowFeatures(shard.get_tensor(f"{index}.taps"), shard.get_tensor(f"{index}.last_hidden"), lse)
+        names = ("taps", "last_hidden", "lse", "top") if self.manifest["lse"] else ("taps", "last_hidden")
+        return RowFeatures(*(shard.get_tensor(f"{index}.{name}") for name in names))
 
     def batch(self, indices: Sequence[int], width: int | None = None) -> RowFeatures:
-        """Features of several rows padded with zeros: taps [R, T, n*H], last_hidden [R, T, H], lse [R, T] or None.
+        """Features of several rows padded with zeros: taps [R, T, n*H], last_hidden [R, T, H], lse and top [R, T] or None.
 
         T is `width`, or the longest row. Without rows R is 1, as in `batch.collate`.
         """
@@ -227,9 +229,9 @@ class FeatureCache:
         taps = torch.zeros(num_rows, length, hidden * len(self.manifest["tap_layers"]), dtype=dtype)
         last_hidden = torch.zeros(num_rows, length, hidden, dtype=dtype)
         lse = torch.zeros(num_rows, length) if self.manifest["lse"] else None
+        top = torch.zeros(num_rows, length, dtype=torch.int64) if self.manifest["lse"] else None
         for number, item in enumerate(found):
-            taps[number, : len(item.taps)] = item.taps
-            last_hidden[number, : len(item.last_hidden)] = item.last_hidden
-            if lse is not None and item.lse is not None:
-                lse[number, : len(item.lse)] = item.lse
-        return RowFeatures(taps, last_hidden, lse)
+            for padded, values in ((taps, item.taps), (last_hidden, item.last_hidden), (lse, item.lse), (top, item.top)):
+                if padded is not None and values is not None:
+                    padded[number, : len(values)] = values
+        return RowFeatures(taps, last_hidden, lse, top)

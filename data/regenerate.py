@@ -15,7 +15,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -202,13 +202,24 @@ def _row(job: _Job, chat: ChatFormat) -> dict[str, Any]:
 
 
 class _Writer:
-    """Appends finished rows and moves the progress bar."""
+    """Appends finished rows to the answers file and moves the progress bar."""
 
-    def __init__(self, path: Path, chat: ChatFormat, bar: Any, task: Any) -> None:
-        self.file = path.open("a", encoding="utf-8")
-        self.chat, self.bar, self.task = chat, bar, task
+    def __init__(self, path: Path, chat: ChatFormat, *, done: int, total: int, progress: bool) -> None:
+        self.path, self.chat = path, chat
+        self.bar, self.task = _progress(total, done, progress)
         self.rows: list[dict[str, Any]] = []
         self.tokens, self.began = 0, time.perf_counter()
+
+    def __enter__(self) -> _Writer:
+        self.file = self.path.open("a", encoding="utf-8")
+        if self.bar is not None:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+        self.file.close()
 
     def add(self, job: _Job) -> None:
         """Write the row of a finished job and flush it."""
@@ -216,12 +227,8 @@ class _Writer:
         self.file.write(json.dumps(row, ensure_ascii=False) + "\n")
         self.file.flush()
         self.rows.append(row)
-        self.step()
-
-    def step(self, jobs: int = 1) -> None:
-        """Move the bar by `jobs` finished conversations."""
         if self.bar is not None:
-            self.bar.update(self.task, advance=jobs)
+            self.bar.update(self.task, advance=1)
 
     def count(self, tokens: int) -> None:
         """Count generated tokens for the speed shown."""
@@ -257,28 +264,25 @@ def _wave(jobs: Sequence[tuple[_Job, SamplingParams]], engine: Generator, chat: 
     return going_on
 
 
-def _answer_section(
-    jobs: Iterable[_Job], engine: Generator, chat: ChatFormat, config: DataConfig, writer: _Writer
-) -> Counter[DropReason]:
+def _answer_section(jobs: Sequence[_Job], engine: Generator, chat: ChatFormat, config: DataConfig, writer: _Writer) -> None:
     """Answer conversations turn by turn, all of them at the same turn."""
-    skipped: Counter[DropReason] = Counter()
-    jobs = list(jobs)
     while jobs:
         asked = [(job, _ask(job, chat, config)) for job in jobs]
-        ready = [(job, params) for job, params in asked if params is not None]
         for job, params in asked:
-            if params is None and job.turn > 0:
-                # The window is full: the conversation ends with the turns that fit.
-                job.messages.pop()
-                start, job.answer_ids = job.history[-1]
-                job.prompt_ids = chat.render(job.messages[:-1], generation_prompt=True)
-                assert len(job.prompt_ids) == start
+            if params is None:
+                _end_early(job, chat)
                 writer.add(job)
-            elif params is None:
-                skipped[DropReason.PROMPT_FILLS_WINDOW] += 1
-                writer.step()
+        ready = [(job, params) for job, params in asked if params is not None]
         jobs = _wave(ready, engine, chat, writer) if ready else []
-    return skipped
+
+
+def _end_early(job: _Job, chat: ChatFormat) -> None:
+    """The window is full: the conversation ends with the turns that fit."""
+    assert job.history, "first turns without room are sorted out before"
+    job.messages.pop()
+    start, job.answer_ids = job.history[-1]
+    job.prompt_ids = chat.render(job.messages[:-1], generation_prompt=True)
+    assert len(job.prompt_ids) == start
 
 
 def _progress(total: int, done: int, show: bool) -> tuple[Any, Any]:
@@ -324,17 +328,10 @@ def regenerate(
     finished = {row["id"] for row in done}
     if unknown := finished - {job.id for job in jobs}:
         raise ValueError(f"{path}: holds rows of no prompt ({', '.join(sorted(unknown)[:3])}): delete the folder")
-    pending, skipped = [], Counter[DropReason]()
-    for job in jobs:
-        if job.id in finished:
-            continue
-        opening = [*job.messages, {"role": "user", "content": job.prompt.turns[0]}]
-        if config.max_length - len(chat.render(opening, generation_prompt=True)) < 2:
-            skipped[DropReason.PROMPT_FILLS_WINDOW] += 1
-        else:
-            pending.append(job)
+    pending, skipped = _sort_out(jobs, finished, chat, config.max_length)
+    left_out = f"; {sum(skipped.values())} prompts fill max_length={config.max_length}" if skipped else ""
     if not pending:
-        say(f"answers: all {len(done)} reused from {folder}")
+        say(f"answers: all {len(done)} reused from {folder}{left_out}")
         return Answers(folder, sorted(done, key=lambda row: row["index"]), len(done), 0, skipped)
     if done:
         say(f"answers: {len(done)} reused from {folder}, {len(pending)} to go")
@@ -342,25 +339,31 @@ def regenerate(
         engine = build_engine(target, config)
     elif callable(engine):
         engine = engine()
-    bar, task = _progress(len(done) + len(pending), len(done), progress)
-    writer = _Writer(path, chat, bar, task)
-    try:
-        if bar is not None:
-            bar.start()
+    with _Writer(path, chat, done=len(done), total=len(done) + len(pending), progress=progress) as writer:
         for section in _sections(pending, config.generation.batch_size):
-            skipped += _answer_section(section, engine, chat, config, writer)
-    finally:
-        if bar is not None:
-            bar.stop()
-        writer.file.close()
+            _answer_section(section, engine, chat, config, writer)
     seconds = time.perf_counter() - writer.began
     rows = sorted([*done, *writer.rows], key=lambda row: row["index"])
-    say(
-        f"answers: {len(writer.rows)} generated, {writer.tokens} tokens in {seconds:.0f} s"
-        f" ({writer.tokens / max(seconds, 1e-9):.0f} tokens/s)"
-        + (f"; {sum(skipped.values())} prompts fill max_length={config.max_length}" if skipped else "")
-    )
+    speed = f"{writer.tokens} tokens in {seconds:.0f} s ({writer.tokens / max(seconds, 1e-9):.0f} tokens/s)"
+    say(f"answers: {len(writer.rows)} generated, {speed}{left_out}")
     return Answers(folder, rows, len(done), len(writer.rows), skipped, writer.tokens, seconds)
+
+
+def _sort_out(
+    jobs: Sequence[_Job], finished: Container[str], chat: ChatFormat, max_length: int
+) -> tuple[list[_Job], Counter[DropReason]]:
+    """Jobs that are left to do, and the count of those whose first prompt leaves no room for two tokens."""
+    pending: list[_Job] = []
+    skipped: Counter[DropReason] = Counter()
+    for job in jobs:
+        if job.id in finished:
+            continue
+        opening = [*job.messages, {"role": "user", "content": job.prompt.turns[0]}]
+        if max_length - len(chat.render(opening, generation_prompt=True)) < 2:
+            skipped[DropReason.PROMPT_FILLS_WINDOW] += 1
+        else:
+            pending.append(job)
+    return pending, skipped
 
 
 def _sections(jobs: Sequence[_Job], batch_size: int) -> list[list[_Job]]:

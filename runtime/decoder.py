@@ -74,6 +74,8 @@ class Decoder:
                 return KernelDecoder(stack_weights(model, dtype), dtype=dtype, tap_layers=tap_layers)
             if backend == "kernels":
                 raise ValueError(f"backend: 'kernels' cannot serve this target: {problem}")
+            if next(model.parameters()).device.type == "cpu":
+                warn_once(f"the CPU kernels are not used, decoding runs on PyTorch's own and is slower: {problem}")
         return TorchDecoder(stack_weights(model, dtype), dtype=dtype, tap_layers=tap_layers)
 
     def new_cache(self, slots: int, max_context: int) -> KVCache:

@@ -164,10 +164,10 @@ def _excess_mass(scale: Tensor, p: Tensor, q: Tensor | None, p_x: Tensor, draft_
         # A one-hot q must be one-hot here too: it takes all of p(x) and nothing else.
         return scale * (1 - p_x).clamp(min=0)
     if draft_ids is None:
-        return (scale.unsqueeze(-1) * p - q).clamp(min=0).sum(-1)
+        return (scale.unsqueeze(-1) * p).sub_(q).clamp_(min=0).sum(-1)
     on_support = p.gather(-1, draft_ids.expand(*p.shape[:-1], -1))
     outside = (1 - on_support.sum(-1)).clamp(min=0)
-    return scale * outside + (scale.unsqueeze(-1) * on_support - q).clamp(min=0).sum(-1)
+    return scale * outside + (scale.unsqueeze(-1) * on_support).sub_(q).clamp_(min=0).sum(-1)
 
 
 def _residual(

@@ -193,7 +193,7 @@ def test_control_redraw_from_p(name):
         verdict = verify.RULES[name](p, q, tokens, lengths, uniforms, draft_ids)
         return verify.Verdict(verdict.accepted, p[torch.arange(len(p)), verdict.accepted])
 
-    tree = Tree(1, 0.6)
+    tree = Tree(1, 0.3)
     assert deviation(tree, outcome(tree, wrong, name)[0]) > 0.01
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..data.batch import TrainBatch
 from ..data.chat import TokenRow
+from ..data.features import FeatureCache, RowFeatures
 from ..models.target import Target
 
 
@@ -43,6 +44,40 @@ class OnlineFeatures:
         return Features(found.taps, found.last_hidden)
 
 
+class CachedFeatures:
+    """Reads the feature cache. `rows` are the rows it was built for; with_law: hand on lse and top (reduced vocabulary)."""
+
+    def __init__(self, cache: FeatureCache, rows: Sequence[TokenRow], *, with_law: bool) -> None:
+        self.cache, self.with_law = cache, with_law
+        self.index = {row.id: number for number, row in enumerate(rows)}
+
+    def features(self, batch: TrainBatch, rows: Sequence[TokenRow]) -> Features:
+        found = self.cache.batch([self.index[row.id] for row in rows], width=batch.input_ids.shape[1])
+        device = batch.input_ids.device
+        moved = [None if t is None else t.to(device, non_blocking=True) for t in (found.taps, found.last_hidden, found.lse, found.top)]
+        taps, last_hidden, lse, top = moved
+        assert taps is not None and last_hidden is not None
+        return Features(taps, last_hidden, lse if self.with_law else None, top if self.with_law else None)
+
+
+def compute_features(target: Target, tap_layers: tuple[int, ...], rows: Sequence[TokenRow], *, law: bool) -> list[RowFeatures]:
+    """Target states of rows, each cut to its length; with `law` also the normaliser and arg-max of its softmax."""
+    width = max(len(row.input_ids) for row in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    lengths = torch.tensor([len(row.input_ids) for row in rows])
+    for number, row in enumerate(rows):
+        ids[number, : len(row.input_ids)] = torch.tensor(row.input_ids)
+    mask = torch.arange(width) < lengths[:, None]
+    found = target.features(ids.to(target.device), mask.to(target.device), tap_layers)
+    out = []
+    for number, length in enumerate(lengths.tolist()):
+        last = found.last_hidden[number, :length]
+        lse, top = normalisers(target, last) if law else (None, None)
+        out.append(RowFeatures(found.taps[number, :length], last, lse, top))
+    return out
+
+
+@torch.no_grad()
 def normalisers(target: Target, last_hidden: Tensor, chunk: int = 256) -> tuple[Tensor, Tensor]:
     """Log-normaliser float32 [T] and arg-max int64 [T] of the full softmax at states [T, H]."""
     lse, top = [], []

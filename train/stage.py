@@ -11,8 +11,10 @@ from typing import Any
 import torch
 
 from ..data import vocab
-from ..data.chat import TokenRow
+from ..data.chat import ChatFormat, TokenRow
 from ..data.config import DataConfig
+from ..data.features import build, feature_manifest
+from ..data.manifest import target_identity
 from ..data.source import Prompt
 from ..data.stage import Prepared, prepare
 from ..losses.config import ObjectiveConfig
@@ -23,7 +25,7 @@ from ..models.export import native
 from ..models.init import init_from_target
 from ..models.target import Target
 from .config import TrainConfig
-from .features import OnlineFeatures
+from .features import CachedFeatures, FeatureSource, OnlineFeatures, compute_features
 from .loop import Setup, run_config_dict, split_validation
 
 
@@ -62,13 +64,13 @@ def prepare_rows(
     return prepare(parts.data, target, output, name=name, revision=revision, heldout=heldout, say=say)
 
 
-def build_setup(parts: Parts, target: Target, rows: Sequence[TokenRow]) -> Setup:
+def build_setup(
+    parts: Parts, target: Target, rows: Sequence[TokenRow], output: Path, say: Callable[[str], None] = print
+) -> Setup:
     """Drafter, frozen heads and rows for the loop. The same parts and rows give the same initial weights on every rank.
 
     Raises ValueError when the drafter does not fit the target, or a split leaves nothing to train on.
     """
-    if parts.data.features != "online":
-        raise ValueError(f"data.features: {parts.data.features!r} is not supported by the training stage; it must be online")
     if target.logit_factor != 1.0:
         raise ValueError(f"target.name: {parts.target.name!r} scales its logits by {target.logit_factor}, which is not supported")
     training, validation = split_validation(rows, parts.train.validation_share)
@@ -88,8 +90,27 @@ def build_setup(parts: Parts, target: Target, rows: Sequence[TokenRow]) -> Setup
     attach_check(drafter, heads)
     if parts.drafter.init == "target" and target.final_norm is not None:
         init_from_target(drafter, target.layers, target.final_norm, target.embedding_weight)
-    source = OnlineFeatures(target, drafter.tap_layers)
+    source: FeatureSource = OnlineFeatures(target, drafter.tap_layers)
+    if parts.data.features == "cached":
+        source = cached_features(parts, target, drafter.tap_layers, rows, output, say)
     return Setup(drafter, heads, source, training, validation, target.softcap)
+
+
+def cached_features(
+    parts: Parts, target: Target, tap_layers: tuple[int, ...], rows: Sequence[TokenRow], output: Path, say: Callable[[str], None]
+) -> CachedFeatures:
+    """The feature cache under `output`/features, built or continued or reused. Raises ValueError when it was made otherwise."""
+    chat = ChatFormat(target.tokenizer, template_args=parts.data.template_args, eos_ids=target.eos_token_ids)
+    law = parts.drafter.draft_vocab_size is not None
+    rows = sorted(rows, key=lambda row: len(row.input_ids))  # rows of one call are padded to each other
+    manifest = feature_manifest(
+        rows, target=target_identity(target, name=parts.target.name, revision=parts.target.revision), template=chat.template_hash,
+        max_length=parts.data.max_length, tap_layers=tap_layers, hidden_size=target.hidden_size, dtype=parts.target.dtype, lse=law,
+    )  # fmt: skip
+    cache = build(
+        output / "features", rows, manifest, lambda part: compute_features(target, tap_layers, part, law=law), say=say
+    )
+    return CachedFeatures(cache, rows, with_law=law)
 
 
 def pick_mask_token(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> int:

@@ -1,0 +1,233 @@
+"""The CPU kernels: right values, and the same bits whatever the batch, width, padding, chunking and thread count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import tiny_model
+
+from draftsmith.runtime import kernels
+from draftsmith.runtime.decoder import Decoder
+from draftsmith.runtime.kernels import PackedLinear, build
+from draftsmith.runtime.weights import stack_weights
+
+DTYPES = [torch.float32, torch.bfloat16]
+pytestmark = pytest.mark.skipif(not kernels.available(torch.float32), reason=str(kernels.problem(torch.float32)))
+
+
+def need(dtype: torch.dtype) -> None:
+    if not kernels.available(dtype):
+        pytest.skip(str(kernels.problem(dtype)))
+
+
+@pytest.fixture(params=["tiles", "dots"])
+def bf16_path(request):
+    """Both bf16 code paths: AMX tiles, and the dot products used where there are none."""
+    wanted = build.Features.BF16_TILES if request.param == "tiles" else build.Features.BF16_DOT
+    if not build.features() & wanted:
+        pytest.skip(f"no {request.param} on this CPU")
+    build.library().ds_init(int(request.param == "tiles"))
+    yield request.param
+    build.library().ds_init(1)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("n,k", [(32, 32), (97, 64), (160, 100), (31, 33), (64, 1536)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_float32(n: int, k: int, bias: bool):
+    weight, b = randn(n, k, seed=1), randn(n, seed=2) if bias else None
+    x = randn(3, 25, k, seed=3)
+    want = F.linear(x.double(), weight.double(), None if b is None else b.double())
+    torch.testing.assert_close(PackedLinear(weight, b)(x).double(), want, atol=1e-5 * k**0.5, rtol=0)
+
+
+@pytest.mark.parametrize("n,k", [(32, 32), (97, 64), (160, 100), (31, 34), (64, 1536)])
+def test_linear_bf16(n: int, k: int, bf16_path: str):
+    weight, b, x = randn(n, k, seed=1, dtype=torch.bfloat16), randn(n, seed=2), randn(37, k, seed=3, dtype=torch.bfloat16)
+    want = F.linear(x.double(), weight.double(), b.double())
+    layer = PackedLinear(weight, b)
+    torch.testing.assert_close(layer(x, as_float=True).double(), want, atol=1e-5 * k**0.5, rtol=0)
+    assert torch.equal(layer(x), layer(x, as_float=True).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_rows_do_not_depend_on_each_other(dtype: torch.dtype):
+    need(dtype)
+    layer, x = PackedLinear(randn(80, 224, seed=1, dtype=dtype)), randn(70, 224, seed=3, dtype=dtype)
+    alone = torch.cat([layer(x[i : i + 1]) for i in range(70)])
+    for rows in (2, 3, 8, 12, 13, 16, 17, 31, 32, 33, 48, 49, 70):
+        assert torch.equal(layer(x[:rows]), alone[:rows]), rows
+
+
+CASES = {
+    "llama": ("llama", dict(head_dim=64, num_attention_heads=9, num_key_value_heads=3, intermediate_size=112)),
+    "qwen3": ("qwen3", dict(head_dim=32)),
+    "mistral": ("mistral", dict(sliding_window=37, head_dim=32, num_key_value_heads=1)),
+}
+
+
+def decoders(case: str, dtype: torch.dtype):
+    need(dtype)
+    model = tiny_model(CASES[case][0], **CASES[case][1])
+    return Decoder.from_target(model, dtype=dtype, tap_layers=(0, 2), backend="kernels"), model
+
+
+def text(batch: int, length: int, seed: int = 5) -> torch.Tensor:
+    return torch.randint(3, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def same(a, b) -> bool:
+    return torch.equal(a.logits, b.logits) and torch.equal(a.taps, b.taps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_a_block_equals_token_by_token_bitwise(case: str, dtype: torch.dtype):
+    decoder, _ = decoders(case, dtype)
+    tokens, cache = text(1, 150), decoder.new_cache(2, 200)
+    decoder.forward(tokens[:, :124], cache, [0], [0], logits="none")
+    decoder.forward(tokens[:, :124], cache, [1], [0], logits="none")
+    block = decoder.forward(tokens[:, 124:140], cache, [0], [124], taps=True)  # crosses an attention chunk (128)
+    for j in range(16):
+        one = decoder.forward(tokens[:, 124 + j : 125 + j], cache, [1], [124 + j], taps=True)
+        assert torch.equal(one.logits[:, 0], block.logits[:, j]) and torch.equal(one.taps[:, 0], block.taps[:, j]), j
+    assert torch.equal(cache.k[:, 0, :, :140], cache.k[:, 1, :, :140])
+    assert torch.equal(cache.values()[:, 0, :, :140], cache.values()[:, 1, :, :140])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_rows_do_not_depend_on_the_batch_bitwise(case: str, dtype: torch.dtype):
+    decoder, _ = decoders(case, dtype)
+    lengths = [130, 3, 61, 400, 257]
+    tokens, block = text(5, 400), text(5, 8, seed=6)
+    cache, alone = decoder.new_cache(7, 500), decoder.new_cache(1, 450)
+    rows = torch.tensor([4, 0, 6, 2, 1])
+    for b, n in enumerate(lengths):
+        decoder.forward(tokens[b : b + 1, :n], cache, rows[b : b + 1], [n - n], logits="none")
+    together = decoder.forward(block, cache, rows, torch.tensor(lengths), taps=True)
+    for b, n in enumerate(lengths):
+        decoder.forward(tokens[b : b + 1, :n], alone, [0], [0], logits="none")
+        one = decoder.forward(block[b : b + 1], alone, [0], [n], taps=True)
+        assert torch.equal(one.logits[0], together.logits[b]) and torch.equal(one.taps[0], together.taps[b]), b
+        narrow = decoder.forward(block[b : b + 1, :3], alone, [0], [n], taps=True)
+        assert torch.equal(narrow.logits[0], together.logits[b, :3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_chunked_prefill_equals_one_pass_bitwise(case: str, dtype: torch.dtype):
+    decoder, _ = decoders(case, dtype)
+    tokens, cache = text(1, 300), decoder.new_cache(3, 300)
+    whole = decoder.forward(tokens, cache, [0], [0], taps=True)
+    for slot, cuts in ((1, [0, 128, 256, 300]), (2, [0, 7, 100, 131, 132, 300])):
+        parts = [decoder.forward(tokens[:, a:b], cache, [slot], [a], taps=True) for a, b in zip(cuts, cuts[1:], strict=False)]
+        assert torch.equal(torch.cat([p.logits for p in parts], 1), whole.logits)
+        assert torch.equal(torch.cat([p.taps for p in parts], 1), whole.taps)
+    last = decoder.forward(tokens, cache, [0], [0], logits="last", last=torch.tensor([77]))
+    assert torch.equal(last.logits[:, 0], whole.logits[:, 77])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_do_not_change_the_bits(dtype: torch.dtype):
+    decoder, _ = decoders("llama", dtype)
+    tokens, before, results = text(2, 290), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            cache = decoder.new_cache(2, 320)
+            decoder.forward(tokens[:, :280], cache, [0, 1], [0, 0], logits="none")
+            results.append(decoder.forward(tokens[:, 280:], cache, [1, 0], [280, 280], taps=True))
+    finally:
+        torch.set_num_threads(before)
+    assert same(results[0], results[1]) and same(results[0], results[2])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bf16_is_at_least_as_exact_as_transformers(case: str, bf16_path: str):
+    """Against float32 with the same bf16-rounded weights, the mean logit error is below that of transformers in bf16."""
+    model = tiny_model(CASES[case][0], **CASES[case][1]).bfloat16()
+    tokens = text(2, 200)
+    plain = model(input_ids=tokens).logits.float()
+    decoder = Decoder.from_target(model, dtype=torch.bfloat16, backend="kernels")
+    got = decoder.forward(tokens, decoder.new_cache(2, 256), [0, 1], [0, 0]).logits
+    want = model.float()(input_ids=tokens).logits
+    assert got.dtype == torch.float32
+    assert (got - want).abs().mean() < (plain - want).abs().mean()
+
+
+def draft_reference(weights, features, block, start):
+    """One row: block states [W,H] attend to all features before `start` and to each other; plain float32 torch."""
+    half = weights.head_dim // 2
+
+    def norm(x, w):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + weights.eps) * w
+
+    def rotate(x, positions):
+        angle = positions[:, None].float() * weights.inv_freq
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    def key_value(layer, x, positions):
+        split = [weights.num_heads, weights.num_kv_heads, weights.num_kv_heads]
+        q, k, v = F.linear(x, layer.qkv).view(len(x), -1, weights.head_dim).split(split, 1)
+        return rotate(norm(q, layer.q_norm), positions), rotate(norm(k, layer.k_norm), positions), v
+
+    before, here = torch.arange(start), torch.arange(start, start + len(block))
+    for layer in weights.layers:
+        q, k, v = key_value(layer, norm(block, layer.input_norm), here)
+        _, ck, cv = key_value(layer, features, before)
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1), torch.cat((ck, k)).transpose(0, 1), torch.cat((cv, v)).transpose(0, 1),
+            scale=weights.attention_scale, enable_gqa=True)
+        block = block + F.linear(out.transpose(0, 1).flatten(1), layer.out)
+        gate, up = F.linear(norm(block, layer.post_norm), layer.gate_up).chunk(2, -1)
+        block = block + F.linear(F.silu(gate) * up, layer.down)
+    return norm(block, weights.final_norm)
+
+
+def test_draft_block_over_injected_context():
+    from draftsmith.runtime.kernels.stack import FusedStack
+
+    weights = stack_weights(tiny_model("qwen3", head_dim=32), torch.float32)
+    stack = FusedStack(
+        weights.layers, weights.final_norm, embedding=None, head=None, num_heads=weights.num_heads,
+        num_kv_heads=weights.num_kv_heads, head_dim=weights.head_dim, attention_scale=weights.attention_scale,
+        eps=weights.eps, inv_freq=weights.inv_freq)
+    cache, features, block = stack.new_cache(3, 256), randn(2, 140, 64, seed=1), randn(2, 7, 64, seed=2)
+    rows = torch.tensor([2, 0])
+    stack.write_context(features[:, :90], cache, rows, torch.tensor([0, 0]))
+    stack.write_context(features[:, 90:], cache, rows, torch.tensor([90, 90]))
+    for starts in ([140, 90], [131, 7]):  # the second: rolled back
+        _, _, got = stack.forward(block, cache, rows, torch.tensor(starts), hidden=True, causal=False)
+        assert got is not None
+        for b, start in enumerate(starts):
+            stack.write_context(features, cache, rows, torch.tensor([0, 0]))  # the block's own entries are overwritten
+            torch.testing.assert_close(got[b], draft_reference(weights, features[b, :start], block[b], start), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.target
+def test_smollm2_bf16_text_and_bits():
+    """Real target: greedy text in blocks of 8 equals one token at a time in bf16, and errors stay below transformers'."""
+    need(torch.bfloat16)
+    from draftsmith.models.config import TargetConfig
+    from draftsmith.models.target import load_target
+
+    target = load_target(TargetConfig(dtype="bfloat16"))
+    decoder = Decoder.from_target(target.model, dtype=torch.bfloat16, backend="kernels")
+    ids = target.tokenizer("The capital of France is", return_tensors="pt").input_ids
+    cache = decoder.new_cache(2, 128)
+    logits, length, out, rows = decoder.forward(ids, cache, [0], [0]).logits[:, -1], ids.shape[1], [], []
+    for _ in range(24):
+        out.append(int(logits.argmax()))
+        rows.append(logits)
+        logits = decoder.forward(torch.tensor([[out[-1]]]), cache, [0], [length]).logits[:, -1]
+        length += 1
+    decoder.forward(ids, cache, [1], [0], logits="none")
+    block = [decoder.forward(torch.tensor([out[i : i + 8]]), cache, [1], [ids.shape[1] + i]).logits[0] for i in (0, 8, 16)]
+    assert torch.equal(torch.cat(block)[:-1], torch.cat(rows)[1:])
