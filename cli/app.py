@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -87,7 +88,9 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="longest answer")] = 256,
     stop: Annotated[list[str] | None, typer.Option(help="end the answer at this text; may be repeated")] = None,
     seed: Annotated[int, typer.Option(help="seed of the sampling")] = 0,
-    colour: Annotated[bool, typer.Option("--colour/--no-colour", help="show which tokens were drafted")] = False,
+    colour: Annotated[
+        bool, typer.Option("--colour/--no-colour", "--color/--no-color", help="show which tokens were drafted")
+    ] = False,
     plain: Annotated[bool, typer.Option("--plain", help="without the drafter")] = False,
     device: Device = "auto",
 ) -> None:
@@ -112,18 +115,22 @@ def _root(version: Annotated[bool, typer.Option("--version", help="print the ver
         raise typer.Exit
 
 
-def main() -> None:
-    """Entry point. A mistake of the user is one line on stderr and exit code 2; DRAFTSMITH_DEBUG=1 shows the traceback."""
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point; `arguments` replaces the command line.
+
+    A mistake of the user is one line on stderr and exit code 2; DRAFTSMITH_DEBUG=1 shows the traceback.
+    """
     for name, value in {
         "TOKENIZERS_PARALLELISM": "false",  # the tokenizer warns about forks otherwise
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TRANSFORMERS_VERBOSITY": "error",
-        "DS_LOG_LEVEL": "error",
     }.items():
         os.environ.setdefault(name, value)
+    # transformers imports DeepSpeed where it is installed, and DeepSpeed warns of every machine without a GPU
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in str(record.msg))
     try:
-        app()
-    except (ValueError, RuntimeError) as error:
+        app(args=arguments)
+    except (ValueError, RuntimeError, OSError) as error:
         if os.environ.get("DRAFTSMITH_DEBUG"):
             raise
         for line in getattr(error, "lines", None) or [" ".join(str(error).split())]:

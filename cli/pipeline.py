@@ -60,10 +60,11 @@ def check_folder(folder: Path, plain: dict[str, Any]) -> bool:
     """
     lock = folder / LOCK
     if not lock.is_file():
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        # another rank of the same launch may be writing its lock just now
+        if folder.exists() and not (folder.is_dir() and all(e.name.startswith(f".{LOCK}") for e in folder.iterdir())):
             raise ConfigError([f"output: {str(folder)!r} exists and was not made by a recipe; choose another folder"])
         return True
-    if all(entry.name == LOCK for entry in folder.iterdir()):
+    if all(entry.name.lstrip(".").startswith(LOCK) for entry in folder.iterdir()):
         return True  # claimed, but nothing was made
     try:
         before = json.loads(lock.read_text(encoding="utf-8"))
@@ -186,13 +187,19 @@ def bench(name: str, overrides: list[str], device: str = "auto") -> None:
 def report(name: str, overrides: list[str]) -> None:
     """Table and page of the last measurement."""
     found = open_run(name, overrides, claim=False)
-    from rich.console import Console
-
     from ..eval.report import read_report, write_report
     from ..eval.table import print_summary
 
     read = read_report(found.folder / "report.json")
-    print_summary(read, write_report(read, found.folder), Console())
+    print_summary(read, write_report(read, found.folder), console())
+
+
+def console() -> Any:
+    """The terminal; wide enough for the tables where the output goes to a file."""
+    from rich.console import Console
+
+    found = Console()
+    return found if found.is_terminal else Console(width=140)
 
 
 def parts_of(recipe: Recipe) -> Any:
@@ -240,4 +247,5 @@ def _bench(found: Run, device: str) -> None:
     measure(
         found.recipe.target, found.folder / "drafter", found.recipe.eval, found.folder, recipe=found.plain,
         train_log=found.folder / "train.jsonl", device=device,
+        console=console(),
     )  # fmt: skip

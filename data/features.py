@@ -2,7 +2,8 @@
 
 Folder: `manifest.json`, written first, and `shard-NNNNN.safetensors`, each holding whole rows under the names
 `{row}.taps` [T, n*H], `{row}.last_hidden` [T, H] and, optional, `{row}.lse` float32 [T] (log-sum-exp of the target's
-logits at each position) with `{row}.top` int32 [T] (their arg-max token). Which rows a shard holds follows from the row lengths, so a build can stop and go on anywhere.
+logits at each position) with `{row}.top` int32 [T] (their arg-max token). Which rows a shard holds follows from the row
+lengths, so a build can stop and go on anywhere.
 Shapes: T text length, n taps, H hidden size, R rows, V vocabulary.
 """
 

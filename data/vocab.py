@@ -13,7 +13,9 @@ import torch
 
 from .chat import TokenRow
 
-SMOOTHING = 1.0  # see choose()
+# Measured by three-fold cross-validation on 465 answers of SmolLM2-135M at temperature 1 (49k tokens), coverage of unseen
+# answers with 8192 ids: 0.882 at smoothing 1, 0.889 at 3 to 6, 0.880 at 30; with 16384 ids flat from 0 to 6.
+SMOOTHING = 4.0
 
 
 def token_counts(rows: Iterable[TokenRow], vocab_size: int) -> torch.Tensor:
@@ -36,7 +38,8 @@ def choose(
     """Target ids of the draft vocabulary, int64 [size] ascending: column i of a draft logit is target id ids[i].
 
     The `size` ids of highest count(v) + smoothing / (1 + v / size) are taken, ties to the lower id; `required` ids (the
-    end-of-turn tokens) are always among them. Up to smoothing 1 every id that was seen comes before every unseen one.
+    end-of-turn tokens) are always among them. Up to smoothing 1 every id that was seen comes before every unseen one; above,
+    a frequent-by-rank id that was never seen comes before a rare one seen once or twice.
 
     Raises ValueError for a size that is impossible.
     """

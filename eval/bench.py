@@ -139,6 +139,8 @@ def summarise_cell(
         "median_unit_speedup": statistics.median(
             (p / n) / (s / m) for p, n, s, m in zip(seconds[plain], tokens[plain], seconds[spec], tokens[spec], strict=True)
         ),
+        "plain_seconds_median": statistics.median(seconds[plain]),
+        "speculative_seconds_median": statistics.median(seconds[spec]),
         "plain_tokens_per_second": sum(tokens[plain]) / sum(seconds[plain]),
         "speculative_tokens_per_second": sum(tokens[spec]) / sum(seconds[spec]),
     }

@@ -175,12 +175,13 @@ def cycle(report: Report) -> Figure | None:
         return None
     figure, axes = _panels(1, 1, 9.4, 1.3 + 0.34 * len(cells))
     axis = axes[0][0]
+    limit = 1.16 * max(max(c["tau"], c["cycle_ms"] / c["plain_step_ms"]) for c in cells)
     for y, cell in enumerate(cells):
         left, unit = 0.0, cell["cycle_ms"] / cell["plain_step_ms"]
         for part, colour in PARTS.items():
             width = cell["time_split"][part] * unit
             axis.barh(y, width, left=left, color=colour, height=0.62, zorder=2)
-            if width > 0.12:
+            if width > 0.03 * limit:  # narrower parts have no room for their number
                 light = part in ("draft", "verify")
                 axis.text(
                     left + width / 2, y, f"{width:.2f}", ha="center", va="center", fontsize=8, color="white" if light else INK
@@ -188,11 +189,11 @@ def cycle(report: Report) -> Figure | None:
             left += width
         colour = LOSS if cell["tau"] < left else INK
         axis.plot([cell["tau"]] * 2, [y - 0.38, y + 0.38], color=colour, lw=2.6, zorder=4)
-        axis.text(max(cell["tau"], left) + 0.05, y, f"tau {cell['tau']:.2f}", va="center", fontsize=9, color=colour)
+        axis.text(max(cell["tau"], left) + 0.012 * limit, y, f"tau {cell['tau']:.2f}", va="center", fontsize=9, color=colour)
     axis.set_yticks(range(len(cells)), [f"{c['domain']}, T = {c['temperature']:g}" for c in cells])
     axis.invert_yaxis()
     axis.tick_params(axis="y", length=0)
-    axis.set_xlim(0, max(max(c["tau"], c["cycle_ms"] / c["plain_step_ms"]) for c in cells) * 1.16)
+    axis.set_xlim(0, limit)
     axis.set_xlabel("cost of one cycle, in steps of plain decoding; black line: tokens committed per cycle (tau)")
     axis.grid(axis="x", color=GRID)
     handles = [Patch(color=colour, label=part) for part, colour in PARTS.items()]

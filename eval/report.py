@@ -37,7 +37,8 @@ def build_report(
     """Assemble and check the report. Raises ValueError naming the missing key, or when there is no cell."""
     report = {
         "schema": SCHEMA, "environment": environment, "target": target, "drafter": drafter, "recipe": recipe,
-        "settings": settings, "summary": summarise(cells), "cells": cells, "cost": cost, "lossless": lossless, "training": training,
+        "settings": settings, "summary": summarise(cells), "cells": cells, "cost": cost, "lossless": lossless,
+        "training": training,
     }  # fmt: skip
     check_report(report)
     return report

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -13,17 +14,19 @@ def print_summary(report: dict[str, Any], html: Path, console: Console) -> None:
     """Print what report.json says, losses in red, and where report.html lies."""
     environment = report["environment"]
     title = f"{report['target']['name']}, {environment['dtype']}, {environment['hardware']}, {environment['threads']} threads"
-    table = Table(title=title, title_justify="left", caption_justify="left")
-    table.add_column("domain")
-    for name in ("T", "conc.", "context", "tau", "plain tok/s", "spec. tok/s", "speedup", "95 % interval", "predicted"):
-        table.add_column(name, justify="right")
+    console.print(title, style="bold")
+    # narrow enough for 80 columns: nothing may wrap or be cut
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("domain", no_wrap=True)
+    for name in ("T", "conc", "ctx", "tau", "plain\ntok/s", "spec.\ntok/s", "speedup", "95 %\ninterval", "eq."):
+        table.add_column(name, justify="right", no_wrap=True)
     for cell in report["cells"]:
         low, high = cell["speedup_interval"]
         style = "red" if cell["speedup"] < 1.0 else "green" if low > 1.0 else None
         table.add_row(
             cell["domain"], f"{cell['temperature']:g}", str(cell["concurrency"]), str(cell["context"]), _number(cell["tau"]),
             f"{cell['plain_tokens_per_second']:.1f}", f"{cell['speculative_tokens_per_second']:.1f}",
-            f"{cell['speedup']:.2f}x", f"{low:.2f} to {high:.2f}", _number(cell["predicted_speedup"], "x"), style=style,
+            f"{cell['speedup']:.2f}x", f"{low:.2f}..{high:.2f}", _number(cell["predicted_speedup"], "x"), style=style,
         )  # fmt: skip
     console.print(table)
     cost = report["cost"]

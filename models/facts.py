@@ -16,9 +16,40 @@ from .embedded import EMBEDDED, embedded_folder
 # attention. Rejected draft tokens cannot be taken out of such a state by shortening the cache. Models that declare
 # themselves stateful in transformers are found as well when they are not listed here.
 RECURRENT_TYPES = frozenset(
-    "bailing_hybrid bamba falcon_h1 falcon_mamba glm5_next granitemoehybrid inkling inkling2 inkling2_loop jamba "
-    "kimi_linear lara_mini lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_text "
-    "qwen3_5_moe_text qwen3_next qwen4_exp recurrent_gemma rwkv xlstm zamba zamba2 zaya".split()
+    [
+        "bailing_hybrid",
+        "bamba",
+        "falcon_h1",
+        "falcon_mamba",
+        "glm5_next",
+        "granitemoehybrid",
+        "inkling",
+        "inkling2",
+        "inkling2_loop",
+        "jamba",
+        "kimi_linear",
+        "lara_mini",
+        "lfm2",
+        "lfm2_moe",
+        "lfm3",
+        "mamba",
+        "mamba2",
+        "minimax",
+        "nemotron_h",
+        "olmo_hybrid",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+        "qwen3_next",
+        "qwen4_exp",
+        "recurrent_gemma",
+        "rwkv",
+        "xlstm",
+        "zamba",
+        "zamba2",
+        "zaya",
+    ]
 )
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
 # is_decoder is False by default in these and means nothing there; elsewhere False marks an encoder (BERT and its kin)

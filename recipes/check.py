@@ -36,7 +36,11 @@ def _among_sections(recipe: Recipe, given: frozenset[str]) -> Iterator[str]:
     if headless and "drafter.survival_with_head" in given and drafter.survival_with_head:
         yield (
             "drafter.survival_with_head: True needs a correction head, but "
-            + (f"drafter.rank is {drafter.rank}; set rank at least 1" if drafter.rank == 0 else "drafter.head is none; choose one")
+            + (
+                f"drafter.rank is {drafter.rank}; set rank at least 1"
+                if drafter.rank == 0
+                else "drafter.head is none; choose one"
+            )
             + ", or survival_with_head false"
         )
     if not drafter.survival_head and "objective.survival" in given and recipe.objective.survival > 0:

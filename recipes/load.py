@@ -239,7 +239,7 @@ class _Builder:
         close = difflib.get_close_matches(str(key), [field.name for field in dataclasses.fields(cls)], n=1)
         if close:
             return f"{full}: unknown key; did you mean {f'{path}.' if path else ''}{close[0]}?"
-        elsewhere = [known for known in self.all_keys if known.rpartition(".")[2] == key]
+        elsewhere = [known for known in self.all_keys if known.rpartition(".")[2] == key and known != full]
         if elsewhere:
             return f"{full}: unknown key; did you mean {elsewhere[0]}?"
         return f"{full}: unknown key; {path or 'the recipe'} has the keys {_names(cls)}"

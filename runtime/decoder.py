@@ -65,6 +65,7 @@ class Decoder:
 
             return ModuleDecoder(model, dtype=dtype, tap_layers=tap_layers)
         if backend in ("auto", "kernels"):
+            from .kernels import problem as machine_problem
             from .kernels import unsupported_reason
 
             problem = unsupported_reason(model, dtype)
@@ -74,7 +75,7 @@ class Decoder:
                 return KernelDecoder(stack_weights(model, dtype), dtype=dtype, tap_layers=tap_layers)
             if backend == "kernels":
                 raise ValueError(f"backend: 'kernels' cannot serve this target: {problem}")
-            if next(model.parameters()).device.type == "cpu":
+            if next(model.parameters()).device.type == "cpu" and problem == machine_problem(dtype):
                 warn_once(f"the CPU kernels are not used, decoding runs on PyTorch's own and is slower: {problem}")
         return TorchDecoder(stack_weights(model, dtype), dtype=dtype, tap_layers=tap_layers)
 

@@ -230,7 +230,7 @@ class Engine:
         batch = self._sampling(rows)
         anchors = torch.tensor([row.tokens[-1] for row in rows], device=self.decoder.device)
         # A draft beyond the token budget or the context limit could never be committed.
-        room = [min(self._budget(row) - 1, self.max_context - row.position - 1) for row in rows]
+        room = [min(self._budget(row) - 1, self.max_context - row.position - 2) for row in rows]
         width = max(0, min(self.num_slots, max(room)))
         proposal = self.proposer.propose(slots, anchors, batch, width) if self.proposer and width else None
         if proposal is not None and proposal.tokens.shape[1] == 0:

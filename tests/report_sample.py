@@ -63,8 +63,8 @@ def sample_parts(concurrencies: tuple[int, ...] = (1,), temperatures: tuple[floa
     curve = [{"tokens": w, "ms": 18.4 * v, "v": v} for w, v in ((1, 1.0), (2, 1.05), (4, 1.15), (8, 1.32))]
     return {
         "environment": {
-            "hardware": "INVENTED TEST DATA", "device": "cpu", "threads": 2, "cores": 2, "memory_gib": 8.0, 
-            "cpu_features": ["avx512f"], "load_average_at_start": 3.2, "versions": {"draftsmith": "0.0-test", "torch": "0.0"}, 
+            "hardware": "INVENTED TEST DATA", "device": "cpu", "threads": 2, "cores": 2, "memory_gib": 8.0,
+            "cpu_features": ["avx512f"], "load_average_at_start": 3.2, "versions": {"draftsmith": "0.0-test", "torch": "0.0"},
             "dtype": "bfloat16", "git_commit": None,
         },
         "target": {"name": "synthetic-target", "revision": None, "dtype": "bfloat16", "vocab_size": 100},

@@ -21,7 +21,7 @@ SMALL = 1500  # bytes a shard: several shards
 
 def features(row):
     ids = torch.tensor(row.input_ids, dtype=torch.float32)
-    return RowFeatures(ids[:, None] + torch.arange(8) / 8, -ids[:, None] * torch.ones(4), ids * 0.1)
+    return RowFeatures(ids[:, None] + torch.arange(8) / 8, -ids[:, None] * torch.ones(4), ids * 0.1, ids.long() + 7)
 
 
 class Model:
@@ -51,12 +51,14 @@ def test_every_row_comes_back(tmp_path, dtype):
         assert torch.equal(got.taps, want.taps.to(got.taps.dtype))
         assert torch.equal(got.last_hidden, want.last_hidden.to(got.taps.dtype))
         assert torch.equal(got.lse, want.lse)
+        assert torch.equal(got.top.long(), want.top)
 
 
 def test_batches_are_padded_with_zeros(tmp_path):
     cache = make(tmp_path / "f")
     batch = cache.batch([4, 1])
     assert batch.taps.shape == (2, 17, 8) and batch.last_hidden.shape == (2, 17, 4) and batch.lse.shape == (2, 17)
+    assert torch.equal(batch.top[1, :8], features(ROWS[1]).top) and not batch.top[1, 8:].any()
     assert torch.equal(batch.taps[1, :8], features(ROWS[1]).taps) and not batch.taps[1, 8:].any()
     assert cache.batch([], 9).taps.shape == (1, 9, 8)
 
@@ -130,7 +132,7 @@ def test_torn_shard_is_made_again(tmp_path):
 def test_size_is_known_before_anything_is_written(tmp_path):
     size = estimate_bytes(ROWS, feature_manifest(ROWS, **SETTINGS))
     tokens = sum(len(row.input_ids) for row in ROWS)
-    assert size == tokens * (3 * 4 * 4 + 4)
+    assert size == tokens * (3 * 4 * 4 + 4 + 4)
     with pytest.raises(ValueError, match="GiB, allowed"):
         make(tmp_path / "f", max_bytes=size - 1)
     assert not (tmp_path / "f").exists()
@@ -141,7 +143,7 @@ def test_size_is_known_before_anything_is_written(tmp_path):
 
 def test_shards_hold_consecutive_rows_within_the_limit():
     manifest = feature_manifest(ROWS, **SETTINGS)
-    plan = shard_plan([5, 5, 40, 5, 5], manifest, 5 * 52 * 2)
+    plan = shard_plan([5, 5, 40, 5, 5], manifest, 5 * 56 * 2)
     assert [list(part) for part in plan] == [[0, 1], [2], [3, 4]]
     assert shard_plan([], manifest) == []
 

@@ -23,15 +23,15 @@ def test_only_supervised_tokens_count():
 
 
 def test_most_frequent_first_then_low_ids_and_always_the_required():
-    assert choose(ROWS, 3, vocab_size=100, required=[2]).tolist() == [2, 80, 90]
-    ids = choose(ROWS, 9, vocab_size=100, required=[2])
+    assert choose(ROWS, 3, vocab_size=100, required=[2], smoothing=1.0).tolist() == [2, 80, 90]
+    ids = choose(ROWS, 9, vocab_size=100, required=[2], smoothing=1.0)
     assert ids.dtype == torch.int64
     assert ids.tolist() == [0, 1, 2, 3, 4, 60, 70, 80, 90]  # all five seen ids, EOS 2, the lowest unseen ids
     assert choose(ROWS, 100, vocab_size=100).tolist() == list(range(100))
 
 
 def test_ties_at_equal_counts_go_to_the_lower_merge_rank():
-    assert choose([row([], [70, 60, 80])], 2, vocab_size=100).tolist() == [60, 70]
+    assert choose([row([], [70, 60, 80])], 2, vocab_size=100, smoothing=1.0).tolist() == [60, 70]
 
 
 def test_strong_smoothing_prefers_low_unseen_ids_to_rare_high_ones():
@@ -49,4 +49,4 @@ def test_coverage_is_a_share_of_supervised_tokens():
     assert coverage(torch.tensor([80, 90]), ROWS) == pytest.approx(6 / 9)
     by_domain = coverage_by_domain(torch.tensor([80, 90]), ROWS, vocab_size=100)
     assert by_domain == {"chat": pytest.approx(5 / 6), "math": pytest.approx(1 / 3)}
-    assert coverage(choose(ROWS, 5, vocab_size=100), ROWS) == 1.0
+    assert coverage(choose(ROWS, 5, vocab_size=100, smoothing=1.0), ROWS) == 1.0

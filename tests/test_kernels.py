@@ -64,7 +64,7 @@ def test_linear_rows_do_not_depend_on_each_other(dtype: torch.dtype):
 
 
 CASES = {
-    "llama": ("llama", dict(head_dim=64, num_attention_heads=9, num_key_value_heads=3, intermediate_size=112)),
+    "llama": ("llama", dict(hidden_size=96, head_dim=64, num_attention_heads=6, intermediate_size=112)),
     "qwen3": ("qwen3", dict(head_dim=32)),
     "mistral": ("mistral", dict(sliding_window=37, head_dim=32, num_key_value_heads=1)),
 }
@@ -108,7 +108,7 @@ def test_rows_do_not_depend_on_the_batch_bitwise(case: str, dtype: torch.dtype):
     cache, alone = decoder.new_cache(7, 500), decoder.new_cache(1, 450)
     rows = torch.tensor([4, 0, 6, 2, 1])
     for b, n in enumerate(lengths):
-        decoder.forward(tokens[b : b + 1, :n], cache, rows[b : b + 1], [n - n], logits="none")
+        decoder.forward(tokens[b : b + 1, :n], cache, rows[b : b + 1], [0], logits="none")
     together = decoder.forward(block, cache, rows, torch.tensor(lengths), taps=True)
     for b, n in enumerate(lengths):
         decoder.forward(tokens[b : b + 1, :n], alone, [0], [0], logits="none")

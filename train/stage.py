@@ -72,7 +72,9 @@ def build_setup(
     Raises ValueError when the drafter does not fit the target, or a split leaves nothing to train on.
     """
     if target.logit_factor != 1.0:
-        raise ValueError(f"target.name: {parts.target.name!r} scales its logits by {target.logit_factor}, which is not supported")
+        raise ValueError(
+            f"target.name: {parts.target.name!r} scales its logits by {target.logit_factor}, which is not supported"
+        )
     training, validation = split_validation(rows, parts.train.validation_share)
     if not training:
         raise ValueError(f"train.validation_share: {parts.train.validation_share} leaves none of {len(rows)} rows to train on")
@@ -97,7 +99,12 @@ def build_setup(
 
 
 def cached_features(
-    parts: Parts, target: Target, tap_layers: tuple[int, ...], rows: Sequence[TokenRow], output: Path, say: Callable[[str], None]
+    parts: Parts,
+    target: Target,
+    tap_layers: tuple[int, ...],
+    rows: Sequence[TokenRow],
+    output: Path,
+    say: Callable[[str], None],
 ) -> CachedFeatures:
     """The feature cache under `output`/features, built or continued or reused. Raises ValueError when it was made otherwise."""
     chat = ChatFormat(target.tokenizer, template_args=parts.data.template_args, eos_ids=target.eos_token_ids)
@@ -126,7 +133,9 @@ def pick_mask_token(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int
         for token_id, token in tokenizer.added_tokens_decoder.items()
         if token.special and token_id not in used and token_id < vocab_size and token.content not in template
     ]
-    named = [i for i in reserved if any(word in str(tokenizer.added_tokens_decoder[i]).lower() for word in ("mask", "reserved"))]
+    named = [
+        i for i in reserved if any(word in str(tokenizer.added_tokens_decoder[i]).lower() for word in ("mask", "reserved"))
+    ]
     if named or reserved:
         return max(named or reserved)
     if len(tokenizer) < vocab_size:

@@ -183,6 +183,9 @@ template <class T>
 inline void chunk(const Tile& t, const T* k, const T* v, int base, int keys, const Partial& r) {
   alignas(64) float s[kChunk * kLanes];
   chunk_scores(t, k + (int64_t)base * t.hd, keys, s);
+  // The softmax loops compute while the values of this chunk and the keys of the next one arrive (lines per key: hd).
+  const char *values = (const char*)(v + (int64_t)(base / kBlock) * t.hd * kBlock), *next = (const char*)(k + (int64_t)(base + keys) * t.hd);
+  const int bytes = t.hd * (int)sizeof(T);
   const __m512 scale = _mm512_set1_ps(t.scale), none = _mm512_set1_ps(-INFINITY);
   __m512 top = none;
   for (int j = 0; j < keys; ++j) {
@@ -191,6 +194,7 @@ inline void chunk(const Tile& t, const T* k, const T* v, int base, int keys, con
     const __m512 x = _mm512_mask_mul_ps(none, sees, _mm512_load_ps(s + j * kLanes), scale);
     _mm512_store_ps(s + j * kLanes, x);
     top = _mm512_max_ps(top, x);
+    for (int i = 0; i < bytes; i += 64) _mm_prefetch(values + j * bytes + i, _MM_HINT_T0);
   }
   const __mmask16 any = _mm512_cmp_ps_mask(top, none, _CMP_NEQ_UQ);
   const __m512 shift = _mm512_maskz_mov_ps(any, top);
@@ -200,6 +204,7 @@ inline void chunk(const Tile& t, const T* k, const T* v, int base, int keys, con
     const __m512 p = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, none, _CMP_NEQ_UQ), exp2_ps(_mm512_sub_ps(x, shift)));
     _mm512_store_ps(s + j * kLanes, p);
     sum = _mm512_add_ps(sum, p);
+    for (int i = 0; i < bytes; i += 64) _mm_prefetch(next + j * bytes + i, _MM_HINT_T1);
   }
   _mm512_store_ps(r.max, top);
   _mm512_store_ps(r.sum, sum);
