@@ -236,7 +236,7 @@ def _train(found: Run, device: str) -> None:
         setup = stage.build_setup(parts, target, prepared.rows, found.folder, say=say)
     folder = loop.run(
         cfg=found.recipe.train, objective_cfg=found.recipe.objective, setup=setup, accelerator=accelerator,
-        output=found.folder, seed=found.recipe.seed, run_config=parts.plain(), provenance=loop.provenance(),
+        output=found.folder, seed=found.recipe.seed, run_config=parts.plain(), provenance=stage.provenance(),
     )  # fmt: skip
     say(f"drafter: {folder}")
 

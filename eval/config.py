@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """What is measured: held-out prompts, operating points, and the size of the losslessness tests."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     prompts: str = field(
         default="builtin", metadata={"help": "'builtin' = the built-in held-out prompts, or a prompt file of your own"}

@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
@@ -52,9 +53,9 @@ def _data_uri(figure: Figure) -> str:
 
 
 def _panels(rows: int, columns: int, width: float, height: float) -> tuple[Figure, list[list[Axes]]]:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.08, w_pad=0.1)  # type: ignore[union-attr]
-    return figure, figure.subplots(rows, columns, squeeze=False).tolist()
+    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.1))
+    axes: list[list[Axes]] = figure.subplots(rows, columns, squeeze=False).tolist()
+    return figure, axes
 
 
 def _domains(cells: list[Report]) -> list[str]:
@@ -62,7 +63,8 @@ def _domains(cells: list[Report]) -> list[str]:
 
 
 def _setting(cell: Report) -> tuple[int, int]:
-    return cell["concurrency"], cell.get("context_setting", cell["context"])
+    context: int = cell["context_setting"] if "context_setting" in cell else cell["context"]
+    return cell["concurrency"], context
 
 
 def _first_setting(cells: list[Report]) -> list[Report]:

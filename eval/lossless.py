@@ -101,6 +101,7 @@ def logit_gap(decoder: Decoder, ids: Sequence[int]) -> float:
     if len(ids) > 1:
         decoder.forward(tokens[:, :-1], cache, [0], torch.tensor([0]), logits="none")
     out = decoder.forward(tokens[:, -1:], cache, [0], torch.tensor([len(ids) - 1]), logits="all")
+    assert out.logits is not None
     best = out.logits[0, -1].float().topk(2).values
     return float(best[0] - best[1])
 
@@ -145,7 +146,8 @@ def check_greedy(
 ) -> GreedyVerdict:
     """Decode every group greedily on both sides and compare the tokens."""
     sampling = SamplingParams(max_new_tokens=max_new_tokens)
-    prompts, tokens = [], ([], [])
+    prompts: list[tuple[str, list[int]]] = []
+    tokens: tuple[list[list[int]], list[list[int]]] = ([], [])
     for done, group in enumerate(groups, 1):
         requests = requests_of(group, sampling)
         prompts += [(prompt.id, prompt.prompt_ids) for prompt in group]

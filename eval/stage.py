@@ -8,8 +8,9 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.console import Console
@@ -33,6 +34,8 @@ from .table import print_summary
 
 SAMPLING_SLOTS = 8  # rows decoded together by the sampling test; results do not depend on it
 Record = dict[str, Any]
+DtypeName = Literal["float32", "bfloat16"]
+PromptSets = dict[int, dict[str, list[EvalPrompt]]]  # context -> domain -> prompts
 
 
 @dataclass
@@ -49,7 +52,9 @@ class Serving:
     _engines: dict[int, tuple[Engine, Engine]] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, target_cfg: TargetConfig, drafter_folder: Path, cfg: EvalConfig, dtype_name: str, device: str) -> Serving:
+    def open(
+        cls, target_cfg: TargetConfig, drafter_folder: Path, cfg: EvalConfig, dtype_name: DtypeName, device: str
+    ) -> Serving:
         """Load the target in a precision and build its decoder with the drafter's taps. ValueError as the loaders say."""
         config = read_config(drafter_folder)
         dtype = getattr(torch, dtype_name)
@@ -102,7 +107,7 @@ def bench(
     console = console or Console()
     output, drafter_folder = Path(output), Path(drafter_folder)
     drafter_config = read_config(drafter_folder)
-    dtype = cfg.dtype or target_cfg.dtype
+    dtype: DtypeName = cfg.dtype or target_cfg.dtype
     environment = describe(dtype, device)
     store = Store(output / "measurements", fingerprint(target_cfg, drafter_folder, cfg, environment, template_args), console)
     began = time.perf_counter()
@@ -144,7 +149,7 @@ def bench(
 # ---- parts ----------------------------------------------------------------------------------------------------------
 
 
-def measure_all_costs(serving: Serving, cfg: EvalConfig, prompts: Record, store: Store) -> Record:
+def measure_all_costs(serving: Serving, cfg: EvalConfig, prompts: PromptSets, store: Store) -> Record:
     """Costs at every concurrency x context x {greedy, sampled} that the cells use, and the curve of v."""
     points = []
     kinds = [t for t in cfg.temperatures if t == 0.0][:1] + [t for t in cfg.temperatures if t > 0.0][:1]
@@ -155,11 +160,7 @@ def measure_all_costs(serving: Serving, cfg: EvalConfig, prompts: Record, store:
             for temperature in kinds:
                 engines = serving.engines(concurrency, context_limit(prompts, cfg))
                 sampling = sampling_of(cfg, temperature)
-
-                def measure(engines=engines, groups=groups, sampling=sampling) -> Record:
-                    cells.warm_up(engines, groups[0], sampling)
-                    return measure_costs(*engines, groups, sampling, tokens=cfg.cost_tokens, repeats=cfg.cost_repeats)
-
+                measure = partial(_costs, engines, groups, sampling, cfg)
                 points.append(store.part(f"cost-t{temperature:g}-c{concurrency}-x{context}", measure))
     gamma = serving.engines(cfg.concurrency[0], context_limit(prompts, cfg))[1].num_slots
     widths = sorted({1, 2, 4, 8, gamma + 1})
@@ -171,7 +172,9 @@ def measure_all_costs(serving: Serving, cfg: EvalConfig, prompts: Record, store:
     return main | {"points": points, "verify_curve": curve}
 
 
-def measure_all_cells(serving: Serving, cfg: EvalConfig, prompts: Record, costs: list[Record], store: Store) -> list[Record]:
+def measure_all_cells(
+    serving: Serving, cfg: EvalConfig, prompts: PromptSets, costs: list[Record], store: Store
+) -> list[Record]:
     """Every cell: {"summary": for the report, "records": raw}. Cells already measured are read back."""
     found = []
     for concurrency in cfg.concurrency:
@@ -181,10 +184,8 @@ def measure_all_cells(serving: Serving, cfg: EvalConfig, prompts: Record, costs:
                 for domain, own in domains.items():
                     point = cells.OperatingPoint(domain, temperature, concurrency, context)
                     groups = take(own, cfg.prompts_per_domain, concurrency)
-                    part = store.part(
-                        f"cell-{point.key}",
-                        lambda g=groups, t=temperature, e=engines: _records(e, g, sampling_of(cfg, t), cfg, store),
-                    )
+                    measure = partial(_records, engines, groups, sampling_of(cfg, temperature), cfg, store)
+                    part = store.part(f"cell-{point.key}", measure)
                     # summarised again when read back: a prediction always uses the costs of this report
                     lengths = [n for record in part["records"] for n in record["prompt_tokens"]]
                     cost = nearest_cost(
@@ -195,6 +196,12 @@ def measure_all_cells(serving: Serving, cfg: EvalConfig, prompts: Record, costs:
                     store.console.print(cell_line(summary))
                     found.append({"summary": summary, "records": part["records"]})
     return found
+
+
+def _costs(engines: tuple[Engine, Engine], groups: list[list[EvalPrompt]], sampling: SamplingParams, cfg: EvalConfig) -> Record:
+    cells.warm_up(engines, groups[0], sampling)
+    plain, speculative = engines
+    return measure_costs(plain, speculative, groups, sampling, tokens=cfg.cost_tokens, repeats=cfg.cost_repeats)
 
 
 def _records(
@@ -208,7 +215,7 @@ def check_lossless(
     serving: Serving,
     target_cfg: TargetConfig,
     cfg: EvalConfig,
-    prompts: Record,
+    prompts: PromptSets,
     measured: list[Record],
     store: Store,
     device: str,
@@ -237,7 +244,9 @@ def _sampling(serving: Serving, cfg: EvalConfig, natural: dict[str, list[EvalPro
     return check_sampling(*engines, mixed, sampling_of(cfg, 1.0), seeds=cfg.sampling_seeds, positions=cfg.sampling_positions)
 
 
-def _float32(serving: Serving, target_cfg: TargetConfig, cfg: EvalConfig, natural: Record, store: Store, device: str) -> Record:
+def _float32(
+    serving: Serving, target_cfg: TargetConfig, cfg: EvalConfig, natural: dict[str, list[EvalPrompt]], store: Store, device: str
+) -> Record:
     exact = Serving.open(target_cfg, serving.drafter_folder, cfg, "float32", device)
     groups = [[p] for own in natural.values() for p in own[: cfg.greedy_prompts_per_domain]]
     longest = max(len(group[0].prompt_ids) for group in groups) + cfg.max_new_tokens + 1
@@ -255,7 +264,7 @@ def sampling_of(cfg: EvalConfig, temperature: float) -> SamplingParams:
     )  # fmt: skip
 
 
-def context_limit(prompts: dict[int, dict[str, list[EvalPrompt]]], cfg: EvalConfig) -> int:
+def context_limit(prompts: PromptSets, cfg: EvalConfig) -> int:
     """Positions an engine needs for the longest prompt and its answer."""
     longest = max(len(p.prompt_ids) for domains in prompts.values() for own in domains.values() for p in own)
     return longest + answer_room(cfg)

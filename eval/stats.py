@@ -63,7 +63,9 @@ def geometric_mean(values: Sequence[float]) -> float:
     return float(np.exp(np.log(array).mean()))
 
 
-def contingency(first: Sequence[int], second: Sequence[int], *, min_expected: float = 5.0) -> np.ndarray:
+def contingency(
+    first: Sequence[int] | np.ndarray, second: Sequence[int] | np.ndarray, *, min_expected: float = 5.0
+) -> np.ndarray:
     """Counts int64 [2, K] of two samples over categories; rare categories are pooled into one last bin.
 
     A category stays alone when the smaller of its two expected counts reaches `min_expected` (Cochran's rule). The pooled bin

@@ -44,10 +44,12 @@ class DSparkProposer:
         self.linear = pack_linears(drafter, self.heads.draft_head)
 
     def begin(self, row: int, prompt: list[int], taps: Tensor | None) -> None:
+        """See Proposer: writes the prompt's context keys and values."""
         assert taps is not None and len(taps) == len(prompt)
         self._extend([row], torch.zeros(1, dtype=torch.int64), taps[None])
 
     def commit(self, rows: list[int], starts: Tensor, tokens: list[list[int]], taps: Tensor | None) -> None:
+        """See Proposer: writes all verified positions; those of rejected drafts lie beyond the next anchor."""
         assert taps is not None
         self._extend(rows, starts, taps)
 
@@ -116,7 +118,7 @@ class DSparkProposer:
         tokens, laws, conditionals = [], [], []
         for k in range(slots):
             logits, previous = base[:, k], None
-            if head is not None:
+            if head is not None and self.linear.bias is not None:
                 previous = head.markov_w1(previous_token)
                 feature, state = head.step(hidden[:, k], previous, state)
                 logits = logits + self.linear.bias(feature).float()

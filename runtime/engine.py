@@ -197,7 +197,7 @@ class Engine:
                 chunk, self.cache, [slot], torch.tensor([start]), logits="last" if final else "none",
                 last=torch.tensor([chunk.shape[1] - 1]), taps=self.taps, bound=start + chunk.shape[1],
             )  # fmt: skip
-            if self.taps:
+            if out.taps is not None:
                 taps.append(out.taps[0])
         assert out is not None and out.logits is not None
         row = _Row(request, len(prompt), [])
@@ -238,7 +238,8 @@ class Engine:
         drafted = time.perf_counter()
         tokens = anchors[:, None] if proposal is None else torch.cat((anchors[:, None], proposal.tokens), dim=1)
         starts = torch.tensor([row.position for row in rows])
-        out = self.decoder.forward(tokens, self.cache, slots, starts, logits="all", taps=self.taps, bound=max(row.position for row in rows) + tokens.shape[1])
+        bound = max(row.position for row in rows) + tokens.shape[1]
+        out = self.decoder.forward(tokens, self.cache, slots, starts, logits="all", taps=self.taps, bound=bound)
         assert out.logits is not None
         verified = time.perf_counter()
         if proposal is None:

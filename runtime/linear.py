@@ -21,7 +21,7 @@ Linear = Callable[[Tensor], Tensor]
 def make_linear(weight: Tensor) -> Linear:
     """weight [N, K] -> callable [..., K] -> [..., N]."""
     weight = weight.detach()
-    if weight.device.type == "cpu" and getattr(kernels, "available", lambda: False)():
+    if weight.device.type == "cpu" and kernels.available(weight.dtype):
         return kernels.PackedLinear(weight)
     return lambda x: F.linear(x, weight)
 
@@ -33,13 +33,14 @@ class DrafterLinears:
         self.fc = make_linear(drafter.fc.weight)
         self.head = make_linear(draft_head)
         markov = drafter.markov_head
-        self.bias = make_linear(markov.markov_w2.weight) if markov is not None else None
+        self.bias: Linear | None = make_linear(markov.markov_w2.weight) if markov is not None else None
         attn = [layer.self_attn for layer in drafter.layers]
         self._qkv = [make_linear(torch.cat((a.q_proj.weight, a.k_proj.weight, a.v_proj.weight))) for a in attn]
         self._kv = [make_linear(torch.cat((a.k_proj.weight, a.v_proj.weight))) for a in attn]
         self._out = [make_linear(a.o_proj.weight) for a in attn]
-        self._gate_up = [make_linear(torch.cat((m.gate_proj.weight, m.up_proj.weight))) for m in (x.mlp for x in drafter.layers)]
-        self._down = [make_linear(layer.mlp.down_proj.weight) for layer in drafter.layers]
+        mlps = [layer.mlp for layer in drafter.layers]
+        self._gate_up = [make_linear(torch.cat((m.gate_proj.weight, m.up_proj.weight))) for m in mlps]
+        self._down = [make_linear(m.down_proj.weight) for m in mlps]
 
     def key_value(self, i: int, attn: Attention, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Layer i's keys and values of x [..., H] -> [..., nkv, hd], keys normed and rotated."""

@@ -135,7 +135,7 @@ def test_a_reduced_vocabulary_is_written_as_offsets(tmp_path: Path):
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", ["sample_from_anchor", "mask_token_id", "target_layer_ids", "block_size", "markov_rank"])
+@pytest.mark.parametrize("key", ["sample_from_anchor", "mask_token_id", "target_layer_ids", "block_size", "num_target_layers", "markov_rank"])
 def test_a_missing_key_of_the_frame_is_refused(exported: Path, key: str):
     edit(exported, **{key: None})
     with pytest.raises(ValueError, match=f"missing {key}"):
@@ -153,7 +153,8 @@ def test_a_missing_key_of_the_frame_is_refused(exported: Path, key: str):
         (dict(target_layer_ids=[1, 0]), r"\[1, 0\]"),
         (dict(markov_head_type=None), "markov_head_type: None"),
         (dict(markov_head_type="gru"), "markov_head_type: 'gru'"),
-        (dict(markov_rank=0), "unknown.*markov_head"),
+        (dict(markov_rank=0), "confidence_head.proj.weight has shape"),
+        (dict(markov_rank=0, enable_confidence_head=False), "unknown.*markov_head"),
         (dict(num_hidden_layers=3), "missing.*layers.2"),
         (dict(draft_vocab_size=50), "draft_vocab_size: 50 without a d2t"),
     ],
@@ -191,7 +192,7 @@ def test_the_drafter_of_another_target_is_refused(exported: Path):
 
 def test_a_tensor_of_another_shape_is_refused_in_one_line(exported: Path):
     edit_tensors(exported, fc__weight=torch.zeros(64, 64))
-    with pytest.raises(ValueError, match="fc.weight") as error:
+    with pytest.raises(ValueError, match=r"fc.weight has shape \(64, 64\), config.json asks for \(64, 128\)") as error:
         native.load(exported, **weights(tiny_model()))
     assert "\n" not in str(error.value)
 
@@ -205,7 +206,7 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="no config.json; not an exported drafter"):
         native.read_config(tmp_path)
     (tmp_path / "config.json").write_text("{ broken")
-    with pytest.raises(ValueError, match="config.json"):
+    with pytest.raises(ValueError, match="config.json: broken JSON"):
         native.read_config(tmp_path)
 
 

@@ -36,7 +36,7 @@ def save(accelerator: Accelerator, folder: Path, step: int, meta: dict[str, Any]
                 _sync(path)
         if final.exists():
             shutil.rmtree(final)
-        os.replace(temporary, final)
+        temporary.replace(final)
         _sync(folder)
         for old in list_checkpoints(folder)[:-keep_last]:
             shutil.rmtree(old)
@@ -55,7 +55,9 @@ def resume(accelerator: Accelerator, folder: Path, identity: dict[str, Any]) -> 
     meta = json.loads((found[-1] / META).read_text())
     differing = [k for k, v in identity.items() if meta.get("identity", {}).get(k) != json.loads(json.dumps(v))]
     if differing:
-        raise ValueError(f"{found[-1]}: made with other settings of {', '.join(differing)}; choose another output folder or remove it")
+        raise ValueError(
+            f"{found[-1]}: made with other settings of {', '.join(differing)}; choose another output folder or remove it"
+        )
     accelerator.load_state(str(found[-1]))
     return int(meta["step"])
 

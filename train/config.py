@@ -14,11 +14,14 @@ class TrainConfig:
     rows: int = field(default=8, metadata={"help": "conversations per micro-batch and process", "ge": 1})
     accumulation: int = field(default=1, metadata={"help": "micro-batches per step and process", "ge": 1})
     anchor_share: float = field(
-        default=0.25, metadata={"help": "anchors per supervised token of a row, drawn anew in every epoch", "gt": 0.0, "le": 1.0}
+        default=0.25,
+        metadata={"help": "anchors per supervised token of a row, drawn anew in every epoch", "gt": 0.0, "le": 1.0},
     )
     lr: float = field(default=6e-4, metadata={"help": "peak learning rate", "gt": 0.0})
     warmup: float = field(default=0.04, metadata={"help": "share of the steps spent warming up", "ge": 0.0, "le": 1.0})
-    final_lr: float = field(default=0.02, metadata={"help": "learning rate at the end, as a share of the peak", "ge": 0.0, "le": 1.0})
+    final_lr: float = field(
+        default=0.02, metadata={"help": "learning rate at the end, as a share of the peak", "ge": 0.0, "le": 1.0}
+    )
     weight_decay: float = field(default=0.0, metadata={"help": "AdamW weight decay on matrices", "ge": 0.0})
     clip: float = field(default=1.0, metadata={"help": "largest gradient norm; 0 = no clipping", "ge": 0.0})
     beta2: float = field(default=0.95, metadata={"help": "AdamW second-moment decay", "gt": 0.0, "lt": 1.0})
@@ -34,7 +37,8 @@ class TrainConfig:
     checkpoint_every: int = field(default=200, metadata={"help": "steps between checkpoints", "ge": 1})
     keep_last: int = field(default=2, metadata={"help": "checkpoints kept", "ge": 1})
     expected_world_size: int | None = field(
-        default=None, metadata={"help": "stop unless exactly this many processes run; None = whatever the launcher says", "ge": 1}
+        default=None,
+        metadata={"help": "stop unless exactly this many processes run; None = whatever the launcher says", "ge": 1},
     )
     tracker: Literal["none", "wandb", "tensorboard"] = field(
         default="none", metadata={"help": "besides the JSONL log, which is always written"}

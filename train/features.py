@@ -40,6 +40,7 @@ class OnlineFeatures:
         self.target, self.tap_layers = target, tap_layers
 
     def features(self, batch: TrainBatch, rows: Sequence[TokenRow]) -> Features:
+        """See FeatureSource."""
         found = self.target.features(batch.input_ids, batch.attention_mask, self.tap_layers)
         return Features(found.taps, found.last_hidden)
 
@@ -52,12 +53,14 @@ class CachedFeatures:
         self.index = {row.id: number for number, row in enumerate(rows)}
 
     def features(self, batch: TrainBatch, rows: Sequence[TokenRow]) -> Features:
+        """See FeatureSource."""
         found = self.cache.batch([self.index[row.id] for row in rows], width=batch.input_ids.shape[1])
         device = batch.input_ids.device
-        moved = [None if t is None else t.to(device, non_blocking=True) for t in (found.taps, found.last_hidden, found.lse, found.top)]
-        taps, last_hidden, lse, top = moved
-        assert taps is not None and last_hidden is not None
-        return Features(taps, last_hidden, lse if self.with_law else None, top if self.with_law else None)
+        taps, last_hidden = (t.to(device, non_blocking=True) for t in (found.taps, found.last_hidden))
+        if not self.with_law:
+            return Features(taps, last_hidden)
+        assert found.lse is not None and found.top is not None
+        return Features(taps, last_hidden, found.lse.to(device), found.top.to(device))
 
 
 def compute_features(target: Target, tap_layers: tuple[int, ...], rows: Sequence[TokenRow], *, law: bool) -> list[RowFeatures]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +30,7 @@ from ..models.init import init_from_target
 from ..models.target import Target
 from .config import TrainConfig
 from .features import CachedFeatures, FeatureSource, OnlineFeatures, compute_features
-from .loop import Setup, run_config_dict, split_validation
+from .step import Setup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +115,15 @@ def cached_features(
     law = parts.drafter.draft_vocab_size is not None
     rows = sorted(rows, key=lambda row: len(row.input_ids))  # rows of one call are padded to each other
     manifest = feature_manifest(
-        rows, target=target_identity(target, name=parts.target.name, revision=parts.target.revision), template=chat.template_hash,
-        max_length=parts.data.max_length, tap_layers=tap_layers, hidden_size=target.hidden_size, dtype=parts.target.dtype, lse=law,
-    )  # fmt: skip
+        rows,
+        target=target_identity(target, name=parts.target.name, revision=parts.target.revision),
+        template=chat.template_hash,
+        max_length=parts.data.max_length,
+        tap_layers=tap_layers,
+        hidden_size=target.hidden_size,
+        dtype=parts.target.dtype,
+        lse=law,
+    )
     cache = build(
         output / "features", rows, manifest, lambda part: compute_features(target, tap_layers, part, law=law), say=say
     )
@@ -141,5 +151,33 @@ def pick_mask_token(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int
     if len(tokenizer) < vocab_size:
         return vocab_size - 1
     raise ValueError(
-        f"drafter.mask_token_id: the target has no reserved token; name one from 0 to {vocab_size - 1} that never occurs in text"
+        "drafter.mask_token_id: the target has no reserved token; "
+        f"name one from 0 to {vocab_size - 1} that never occurs in text"
     )
+
+
+def split_validation(rows: Sequence[TokenRow], share: float) -> tuple[list[TokenRow], list[TokenRow]]:
+    """Training and validation rows: whole prompts are held back, by a hash of the prompt's id, the same in every run."""
+
+    def held(row: TokenRow) -> bool:
+        digest = hashlib.blake2b(row.id.split("#")[0].encode(), digest_size=4).digest()
+        return int.from_bytes(digest, "big") / 2**32 < share
+
+    return [row for row in rows if not held(row)], [row for row in rows if held(row)]
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, argv and git commit of this run."""
+    names = ("torch", "transformers", "accelerate", "datasets", "safetensors")
+    root = Path(__file__).parent.parent
+    result = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "versions": {name: version(name) for name in names},
+        "argv": sys.argv,
+        "git_commit": result.stdout.strip() or None,
+    }
+
+
+def run_config_dict(**parts: Any) -> dict[str, Any]:
+    """The parts' config dataclasses as one plain dictionary."""
+    return {name: asdict(part) if hasattr(part, "__dataclass_fields__") else part for name, part in parts.items()}

@@ -20,7 +20,10 @@ from ..config import DSparkConfig, default_tap_layers
 from ..draft import FrozenHeads
 from ..dspark import DSpark
 
-REQUIRED = ("sample_from_anchor", "mask_token_id", "target_layer_ids", "block_size", "markov_rank", "enable_confidence_head")
+REQUIRED = (
+    "sample_from_anchor", "mask_token_id", "target_layer_ids", "num_target_layers", "block_size", "markov_rank",
+    "enable_confidence_head",
+)  # fmt: skip
 FROZEN = ("embed_tokens.weight", "lm_head.weight")
 
 
@@ -113,9 +116,18 @@ def save(
     (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if extra is not None:
         (temporary / "draftsmith.json").write_text(json.dumps(extra, indent=2) + "\n")
+    # An old drafter moves aside whole: deleting it in place could be cut short and leave half of it under the final name.
+    outdated = folder.with_name(folder.name + ".old")
+    shutil.rmtree(outdated, ignore_errors=True)
     if folder.exists():
-        shutil.rmtree(folder)
-    os.replace(temporary, folder)
+        folder.rename(outdated)
+    try:
+        os.replace(temporary, folder)
+    except OSError:
+        if outdated.exists():
+            outdated.rename(folder)
+        raise
+    shutil.rmtree(outdated, ignore_errors=True)
     return folder
 
 
@@ -124,7 +136,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder}: no config.json; not an exported drafter")
-    config = json.loads(path.read_text())
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: broken JSON ({error})") from None
     missing = [key for key in REQUIRED if key not in config]
     if missing:
         raise ValueError(f"{path}: missing {', '.join(missing)}; a drafter that does not state them is silently slow, export it again")
@@ -154,6 +169,10 @@ def load(
         raise ValueError(f"{folder}: draft_vocab_size: {config['draft_vocab_size']} without a d2t tensor")
     frozen = {name: tensors.pop(name, None) for name in FROZEN}
     drafter = DSpark(config)
+    for name, parameter in drafter.state_dict().items():
+        if name in tensors and tensors[name].shape != parameter.shape:
+            found, wanted = tuple(tensors[name].shape), tuple(parameter.shape)
+            raise ValueError(f"{folder}/model.safetensors: {name} has shape {found}, config.json asks for {wanted}")
     result = drafter.load_state_dict(tensors, strict=False)
     if result.missing_keys or result.unexpected_keys:
         raise ValueError(f"{folder}/model.safetensors: missing {result.missing_keys}, unknown {result.unexpected_keys}")
