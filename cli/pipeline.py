@@ -246,6 +246,6 @@ def _bench(found: Run, device: str) -> None:
 
     measure(
         found.recipe.target, found.folder / "drafter", found.recipe.eval, found.folder, recipe=found.plain,
-        train_log=found.folder / "train.jsonl", device=device,
+        train_log=found.folder / "train.jsonl", template_args=found.recipe.data.template_args, device=device,
         console=console(),
     )  # fmt: skip
