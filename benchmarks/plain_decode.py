@@ -150,8 +150,10 @@ def main() -> None:
         print(f"context {context}: ms of one forward (v = relative to W=1): {cost}")
     floor = floor_of(target, decoder, next(iter(costs.values()))["1"])
     if floor["ratio"]:
-        print(f"floor: {floor['weight_bytes'] / 1e6:.0f} MB at {floor['bandwidth_gb_s']:.1f} GB/s = {floor['floor_ms']:.2f} ms; "
-              f"a step takes {floor['ratio']:.2f} times that")
+        print(
+            f"floor: {floor['weight_bytes'] / 1e6:.0f} MB at {floor['bandwidth_gb_s']:.1f} GB/s = {floor['floor_ms']:.2f} ms; "
+            f"a step takes {floor['ratio']:.2f} times that"
+        )
     report = {
         "environment": describe(args.dtype, args.device), "target": args.target, "backend": decoder.backend,
         "new_tokens": new_tokens, "rounds": rounds,

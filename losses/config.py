@@ -45,7 +45,9 @@ class ObjectiveConfig:
     e2e: float = _weight(0.0, "1 - mean over slots of the product of alpha up to the slot")
     exact: float = _weight(0.0, "1 - mean over slots of W_{k-1} alpha_k; needs text sampled from the same p")
     survival: float = _weight(1.0, "binary cross-entropy of the survival head against alpha")
-    decay: float = field(default=4.0, metadata={"help": "slot weight exp(-(k-1)/decay), k from 1; 0 = all slots weigh 1", "ge": 0})
+    decay: float = field(
+        default=4.0, metadata={"help": "slot weight exp(-(k-1)/decay), k from 1; 0 = all slots weigh 1", "ge": 0}
+    )
     slot_weighting: SlotWeighting = field(
         default="decay",
         metadata={

@@ -30,7 +30,6 @@ from .rows import Buffers, Law, Sums, finish_statistics, gradient_scale, row_gra
 from .terms import ObjectiveStats, RowStats, finish, is_linear, needed, weighted_loss, weighted_terms
 
 
-
 def _tile_bytes(device: torch.device) -> int:
     """Size of one scratch buffer of a tile. On a CPU five of them should stay in the second-level caches: passes over
     larger tiles took 1.5 to 2.5 times as long per entry."""
@@ -69,7 +68,9 @@ def objective(
     )  # fmt: skip
     if denominators is None:
         denominators = local_denominators(cfg, valid)
-    wants = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, correction, w2, survival_logits))
+    wants = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (hidden, correction, w2, survival_logits)
+    )
     box: list[ObjectiveStats] = []
     loss = _Fused.apply(hidden, correction, w2, survival_logits, batch, softcap, chunk_bytes, denominators, wants, box)
     return loss, box[0]
@@ -77,7 +78,7 @@ def objective(
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: Tensor,
         correction: Tensor | None,
@@ -99,8 +100,10 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        scaled = [None if g is None or not need else g * grad.to(g.dtype) for g, need in zip(ctx.saved_tensors, ctx.needs_input_grad)]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = [
+            None if g is None or not need else g * grad.to(g.dtype) for g, need in zip(ctx.saved_tensors, ctx.needs_input_grad)
+        ]
         return (*scaled, *([None] * 6))
 
 
@@ -263,7 +266,8 @@ class _Pass:
         # A row holds its logits (twice with a cap), and at worst a text position of its own: logits and law.
         row_bytes = vocab * (item * (2 if self.softcap else 1) + wide) + full * item
         rows_per_chunk = max(1, self.chunk_bytes // row_bytes)
-        rows_per_tile = max(1, _tile_bytes(self.device) // (vocab * wide))
+        # Deriving coefficients costs about as much as a pass over a few MiB: then larger tiles pay.
+        rows_per_tile = max(1, _tile_bytes(self.device) * (4 if self.needs_blocks else 1) // (vocab * wide))
         row = 0
         for first, last in _groups(self.lengths, rows_per_chunk):
             start, tiles = row, []
@@ -292,7 +296,9 @@ class _Pass:
             return None, None, None
         parts = self.d_states
         if self.joined:
-            parts = list(self.d_states[0].split([batch.hidden.shape[-1], self.states[0].shape[-1] - batch.hidden.shape[-1]], -1))
+            parts = list(
+                self.d_states[0].split([batch.hidden.shape[-1], self.states[0].shape[-1] - batch.hidden.shape[-1]], -1)
+            )
         back = self.order.argsort()
         full = [unpack(part, self.valid)[back] for part in parts]
         d_w2 = None if self.d_w2 is None or batch.w2 is None else self.d_w2.to(batch.w2.dtype)

@@ -42,7 +42,9 @@ class Inputs:
         for name in ("hidden", "target_index", "labels", "correction", "survival_logits"):
             value = getattr(self, name)
             if value is not None and value.shape[:2] != blocks:
-                raise ValueError(f"{name} has shape {tuple(value.shape)}: must start with the blocks and slots of valid, {tuple(blocks)}")
+                raise ValueError(
+                    f"{name} has shape {tuple(value.shape)}: must start with the blocks and slots of valid, {tuple(blocks)}"
+                )
         if (self.correction is None) != (self.w2 is None):
             raise ValueError("correction and w2 must be given together")
         if self.w2 is not None and self.w2.shape[0] != rows:

@@ -75,13 +75,17 @@ def objective(
         target_head=target_head, labels=labels, valid=valid, correction=correction, w2=w2, draft_ids=draft_ids,
         survival_logits=survival_logits, target_lse=target_lse, target_top=target_top,
     )  # fmt: skip
-    dtype = reduction_dtype(hidden)
+    return finish(cfg, rows=_all_rows(batch, softcap), valid=valid, survival_logits=survival_logits, totals=denominators)
+
+
+def _all_rows(batch: Inputs, softcap: float | None) -> RowStats:
+    """Statistics of every slot, [A, G]; only valid slots are computed."""
+    dtype = reduction_dtype(batch.hidden)
     log_q = torch.log_softmax(_draft_logits(batch, softcap).to(dtype), dim=-1)
     with torch.no_grad():
         law = _target_law(batch, softcap, dtype)
-    rows = _row_stats(cfg, log_q=log_q, law=law, draft_ids=draft_ids, labels=labels[valid])
-    full = RowStats(**{name: None if v is None else unpack(v, valid) for name, v in vars(rows).items()})
-    return finish(cfg, rows=full, valid=valid, survival_logits=survival_logits, totals=denominators)
+    rows = _row_stats(batch.cfg, log_q=log_q, law=law, draft_ids=batch.draft_ids, labels=batch.labels[batch.valid])
+    return RowStats(**{name: None if v is None else unpack(v, batch.valid) for name, v in vars(rows).items()})
 
 
 def _capped(x: Tensor, softcap: float | None) -> Tensor:

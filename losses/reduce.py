@@ -53,11 +53,3 @@ def unpack(packed: Tensor, valid: Tensor, fill: float = 0.0) -> Tensor:
     full = packed.new_full(valid.shape + packed.shape[1:], fill)
     full[valid] = packed
     return full
-
-
-def check_prefix_closed(valid: Tensor) -> None:
-    """Raises ValueError unless every row of `valid` bool [A, G] is a run of True followed by a run of False."""
-    if valid.dtype != torch.bool:
-        raise ValueError(f"valid has dtype {valid.dtype}; want bool")
-    if bool((valid[:, 1:] & ~valid[:, :-1]).any()):
-        raise ValueError("valid is not prefix-closed: a slot after a masked slot is marked valid")

@@ -180,7 +180,9 @@ def row_statistics(*, logits: Tensor, law: Law, local: Tensor, sums: Sums, into:
     return RowState(z, q, p, low, log_q, log_p, into)
 
 
-def finish_statistics(*, sums: Sums, law: Law, columns: Tensor, labels: Tensor, draft_ids: Tensor | None, into: RowStats) -> None:
+def finish_statistics(
+    *, sums: Sums, law: Law, columns: Tensor, labels: Tensor, draft_ids: Tensor | None, into: RowStats
+) -> None:
     """The rest of `into` (but for log_p_label) from the sums of any number of rows. `law` as of `of_rows`; columns,
     labels: [N] draft column (-1 outside the draft vocabulary) and id of the text token."""
     lse = sums.lse()

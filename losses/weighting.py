@@ -9,7 +9,9 @@ from .acceptance import prefix_products, reach
 from .config import ObjectiveConfig
 
 
-def position_decay(*, num_slots: int, decay: float, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+def position_decay(
+    *, num_slots: int, decay: float, device: torch.device | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """exp(-(k-1)/decay) for k = 1..G, [G]; all ones for decay 0 (DSpark eq. 9; shipped configs use 4 with 7 slots)."""
     steps = torch.arange(num_slots, device=device, dtype=dtype)
     return torch.exp(-steps / decay) if decay > 0 else torch.ones_like(steps)

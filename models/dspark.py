@@ -82,12 +82,13 @@ class DSpark(nn.Module):
         return torch.cat((anchor, mask), dim=-2)
 
     def unroll(
-        self, *, taps: Tensor, anchors: Tensor, previous_tokens: Tensor, embedding: Tensor
+        self, *, taps: Tensor, anchors: Tensor, previous_tokens: Tensor, embedding: Tensor, detach_survival: bool = False
     ) -> DraftOutput:
         """All blocks of a batch under teacher forcing.
 
         taps [R, T, n*H]; anchors int64 [R, A] positions; previous_tokens int64 [R, A, G], the text at anchor+k (slot k's
-        predecessor, so column 0 is the anchor token); embedding [V, H]. Returns hidden [R, A, G, H] and head states.
+        predecessor, so column 0 is the anchor token); embedding [V, H]. detach_survival: no gradient from the survival
+        logits beyond their own head. Returns hidden [R, A, G, H] and head states.
         """
         context = self.context_features(taps)
         context_rope = self.rope(torch.arange(taps.shape[1], device=taps.device)[None])
@@ -104,16 +105,19 @@ class DSpark(nn.Module):
             )
             x = x + attn.o_proj(out.flatten(-2))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return self.head_states(self.norm(x), previous_tokens)
+        return self.head_states(self.norm(x), previous_tokens, detach_survival=detach_survival)
 
-    def head_states(self, hidden: Tensor, previous_tokens: Tensor) -> DraftOutput:
+    def head_states(self, hidden: Tensor, previous_tokens: Tensor, *, detach_survival: bool = False) -> DraftOutput:
         """hidden [..., G, H] (after the final norm), previous_tokens int64 [..., G] -> correction and survival states."""
         previous = correction = survival = None
         if self.markov_head is not None:
             previous = self.markov_head.markov_w1(previous_tokens)
             correction = self.markov_head.unroll(hidden, previous)
         if self.confidence_head is not None:
-            survival = self.confidence_head(hidden, previous)
+            inputs = (hidden, previous)
+            if detach_survival:
+                inputs = (hidden.detach(), None if previous is None else previous.detach())
+            survival = self.confidence_head(*inputs)
         return DraftOutput(hidden, correction, survival)
 
     forward = unroll  # DDP and FSDP wrap forward; the loop calls the wrapped module

@@ -33,8 +33,17 @@ class KVCache:
 
     @classmethod
     def allocate(
-        cls, *, layers: int, slots: int, kv_heads: int, head_dim: int, max_context: int,
-        dtype: torch.dtype, device: torch.device | str = "cpu", layout: str = "plain", value_dim: int | None = None,
+        cls,
+        *,
+        layers: int,
+        slots: int,
+        kv_heads: int,
+        head_dim: int,
+        max_context: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        layout: str = "plain",
+        value_dim: int | None = None,
     ) -> KVCache:
         """Zeroed cache (zeros, not empty: a masked key must be finite, since 0 * NaN is NaN).
 

@@ -39,8 +39,17 @@ class Decoder:
 
     backend = "torch"
 
-    def __init__(self, *, vocab_size: int, hidden_size: int, num_layers: int, max_positions: int,
-                 tap_layers: tuple[int, ...], device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        hidden_size: int,
+        num_layers: int,
+        max_positions: int,
+        tap_layers: tuple[int, ...],
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
         for tap in tap_layers:
             if not 0 <= tap < num_layers:
                 raise ValueError(f"tap_layers: {tap}: must be in [0, {num_layers - 1}] for this target")
@@ -49,8 +58,9 @@ class Decoder:
         self.device, self.dtype = torch.device(device), dtype
 
     @staticmethod
-    def from_target(model: nn.Module, *, dtype: torch.dtype, tap_layers: tuple[int, ...] = (),
-                    backend: str = "auto") -> Decoder:
+    def from_target(
+        model: nn.Module, *, dtype: torch.dtype, tap_layers: tuple[int, ...] = (), backend: str = "auto"
+    ) -> Decoder:
         """Build the fastest decoder for a frozen Hugging Face causal LM on the device its weights are on.
 
         Raises ValueError for an unknown backend, tap layers out of range, or a model that no backend can serve.
@@ -84,12 +94,22 @@ class Decoder:
         raise NotImplementedError
 
     def check_context(self, max_context: int) -> None:
+        """Raises ValueError if max_context is above `max_positions`."""
         if max_context > self.max_positions:
             raise ValueError(f"max_context: {max_context}: must be at most {self.max_positions}, the target's positions")
 
-    def forward(self, tokens: Tensor, cache: KVCache, rows: list[int] | Tensor, starts: Tensor | list[int], *,
-                logits: str = "all", last: Tensor | None = None, taps: bool = False,
-                bound: int | None = None) -> DecoderOutput:
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: KVCache,
+        rows: list[int] | Tensor,
+        starts: Tensor | list[int],
+        *,
+        logits: str = "all",
+        last: Tensor | None = None,
+        taps: bool = False,
+        bound: int | None = None,
+    ) -> DecoderOutput:
         """Run W tokens of each row; their keys and values go to positions starts[b] .. starts[b] + W - 1.
 
         tokens int64 [B,W]; rows: B distinct cache slots; starts int64 [B]: committed length of each row; query j of
@@ -131,17 +151,30 @@ class TorchDecoder(Decoder):
 
     def __init__(self, weights: StackWeights, *, dtype: torch.dtype, tap_layers: tuple[int, ...] = ()):
         super().__init__(
-            vocab_size=weights.head.shape[0], hidden_size=weights.embedding.shape[1], num_layers=len(weights.layers),
-            max_positions=weights.max_positions, tap_layers=tap_layers, device=weights.embedding.device, dtype=dtype,
+            vocab_size=weights.head.shape[0],
+            hidden_size=weights.embedding.shape[1],
+            num_layers=len(weights.layers),
+            max_positions=weights.max_positions,
+            tap_layers=tap_layers,
+            device=weights.embedding.device,
+            dtype=dtype,
         )
         self.weights = weights
         self.cos = self.sin = torch.empty(0, weights.head_dim, dtype=dtype, device=self.device)
 
     def new_cache(self, slots: int, max_context: int) -> KVCache:
+        """See Decoder.new_cache; also extends the rotary table to the cache's length."""
         self.check_context(max_context)
         w = self.weights
-        cache = KVCache.allocate(layers=self.num_layers, slots=slots, kv_heads=w.num_kv_heads, head_dim=w.head_dim,
-                                 max_context=max_context, dtype=self.dtype, device=self.device)
+        cache = KVCache.allocate(
+            layers=self.num_layers,
+            slots=slots,
+            kv_heads=w.num_kv_heads,
+            head_dim=w.head_dim,
+            max_context=max_context,
+            dtype=self.dtype,
+            device=self.device,
+        )
         if cache.length > self.cos.shape[0]:
             angles = torch.arange(cache.length, device=self.device).float()[:, None] * w.inv_freq
             angles = torch.cat((angles, angles), dim=-1)

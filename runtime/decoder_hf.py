@@ -30,8 +30,19 @@ class _Shared:
     shapes: dict[int, tuple[int, int, int]] | None = None
 
 
-def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask, scaling=None, dropout=0.0,
-               sliding_window=None, softcap=None, s_aux=None, **kwargs) -> tuple[Tensor, None]:
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask,
+    scaling=None,
+    dropout=0.0,
+    sliding_window=None,
+    softcap=None,
+    s_aux=None,
+    **kwargs,
+) -> tuple[Tensor, None]:
     """transformers' attention interface: query [B,nh,W,hd], key/value [B,nkv,W,hd] -> ([B,W,nh,hd], None)."""
     if kwargs.get("position_bias") is not None:
         raise ValueError("attention with position_bias is not supported")
@@ -76,12 +87,20 @@ class ModuleDecoder(Decoder):
     def __init__(self, model: nn.Module, *, dtype: torch.dtype, tap_layers: tuple[int, ...] = ()):
         parameter = model.get_output_embeddings().weight
         if parameter.dtype != dtype:
-            raise ValueError(f"dtype: {dtype}: this target's family is served from its own modules, load it in that dtype "
-                             f"(it is {parameter.dtype})")
+            raise ValueError(
+                f"dtype: {dtype}: this target's family is served from its own modules, load it in that dtype "
+                f"(it is {parameter.dtype})"
+            )
         config = model.config.get_text_config()
-        super().__init__(vocab_size=parameter.shape[0], hidden_size=parameter.shape[1],
-                         num_layers=config.num_hidden_layers, max_positions=max_positions(config),
-                         tap_layers=tap_layers, device=parameter.device, dtype=dtype)
+        super().__init__(
+            vocab_size=parameter.shape[0],
+            hidden_size=parameter.shape[1],
+            num_layers=config.num_hidden_layers,
+            max_positions=max_positions(config),
+            tap_layers=tap_layers,
+            device=parameter.device,
+            dtype=dtype,
+        )
         self.model, self.base, self.head = model, model.get_decoder(), model.get_output_embeddings()
         lists = [m for m in self.base.children() if isinstance(m, nn.ModuleList) and len(m) == self.num_layers]
         if tap_layers and not lists:
@@ -93,8 +112,10 @@ class ModuleDecoder(Decoder):
     def _refuse(self, reason: str) -> ValueError:
         from .weights import FUSED_FAMILIES
 
-        return ValueError(f"target: model_type {self.model.config.model_type!r} cannot be served: {reason} "
-                          f"(fused families: {', '.join(FUSED_FAMILIES)})")
+        return ValueError(
+            f"target: model_type {self.model.config.model_type!r} cannot be served: {reason} "
+            f"(fused families: {', '.join(FUSED_FAMILIES)})"
+        )
 
     @torch.inference_mode()
     def _probe(self) -> tuple[int, int, int]:
@@ -126,9 +147,18 @@ class ModuleDecoder(Decoder):
             raise self._refuse("its logits over our cache differ from its own forward")
 
     def new_cache(self, slots: int, max_context: int) -> KVCache:
+        """See Decoder.new_cache."""
         self.check_context(max_context)
-        return KVCache.allocate(layers=self.num_layers, slots=slots, kv_heads=self._kv_heads, head_dim=self._head_dim,
-                                value_dim=self._value_dim, max_context=max_context, dtype=self.dtype, device=self.device)
+        return KVCache.allocate(
+            layers=self.num_layers,
+            slots=slots,
+            kv_heads=self._kv_heads,
+            head_dim=self._head_dim,
+            value_dim=self._value_dim,
+            max_context=max_context,
+            dtype=self.dtype,
+            device=self.device,
+        )
 
     def _forward(self, tokens, cache, rows, starts, logits, last, taps, bound) -> DecoderOutput:
         span = Span.build(cache, rows, starts, tokens.shape[1], bound)

@@ -92,12 +92,19 @@ def _layer(layer: nn.Module, cast) -> LayerWeights:
     if window is None and attn.config.model_type == "mistral":  # Mistral reads it from the config only
         window = attn.config.sliding_window
     return LayerWeights(
-        input_norm=cast(layer.input_layernorm.weight), post_norm=cast(layer.post_attention_layernorm.weight),
-        qkv=cast(torch.cat([p.weight for p in qkv])), qkv_bias=cast(_cat_bias(qkv)),
-        q_norm=cast(norm["q_norm"]), k_norm=cast(norm["k_norm"]),
-        out=cast(attn.o_proj.weight), out_bias=cast(attn.o_proj.bias),
-        gate_up=cast(torch.cat([p.weight for p in gate_up])), gate_up_bias=cast(_cat_bias(gate_up)),
-        down=cast(mlp.down_proj.weight), down_bias=cast(mlp.down_proj.bias), window=window,
+        input_norm=cast(layer.input_layernorm.weight),
+        post_norm=cast(layer.post_attention_layernorm.weight),
+        qkv=cast(torch.cat([p.weight for p in qkv])),
+        qkv_bias=cast(_cat_bias(qkv)),
+        q_norm=cast(norm["q_norm"]),
+        k_norm=cast(norm["k_norm"]),
+        out=cast(attn.o_proj.weight),
+        out_bias=cast(attn.o_proj.bias),
+        gate_up=cast(torch.cat([p.weight for p in gate_up])),
+        gate_up_bias=cast(_cat_bias(gate_up)),
+        down=cast(mlp.down_proj.weight),
+        down_bias=cast(mlp.down_proj.bias),
+        window=window,
     )
 
 
@@ -115,9 +122,16 @@ def stack_weights(model: nn.Module, dtype: torch.dtype) -> StackWeights:
     rotary = base.rotary_emb
     inv_freq = getattr(rotary, "original_inv_freq", rotary.inv_freq)
     return StackWeights(
-        layers=[_layer(layer, cast) for layer in base.layers], embedding=embedding, final_norm=cast(base.norm.weight),
-        head=embedding if tied else cast(model.lm_head.weight), inv_freq=inv_freq.detach().float(),
-        rope_scale=float(rotary.attention_scaling), num_heads=attn.q_proj.out_features // attn.head_dim,
-        num_kv_heads=attn.k_proj.out_features // attn.head_dim, head_dim=attn.head_dim,
-        attention_scale=float(attn.scaling), eps=float(model.config.rms_norm_eps), max_positions=max_positions(model.config),
+        layers=[_layer(layer, cast) for layer in base.layers],
+        embedding=embedding,
+        final_norm=cast(base.norm.weight),
+        head=embedding if tied else cast(model.lm_head.weight),
+        inv_freq=inv_freq.detach().float(),
+        rope_scale=float(rotary.attention_scaling),
+        num_heads=attn.q_proj.out_features // attn.head_dim,
+        num_kv_heads=attn.k_proj.out_features // attn.head_dim,
+        head_dim=attn.head_dim,
+        attention_scale=float(attn.scaling),
+        eps=float(model.config.rms_norm_eps),
+        max_positions=max_positions(model.config),
     )

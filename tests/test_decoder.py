@@ -6,14 +6,20 @@ import warnings
 
 import pytest
 import torch
-from tiny import tiny_model
 
 from draftsmith.runtime.cache import KVCache
 from draftsmith.runtime.decoder import Decoder
+from tiny import tiny_model
 
 YARN = dict(rope_type="yarn", factor=4.0, rope_theta=10000.0, original_max_position_embeddings=128)
-LLAMA3 = dict(rope_type="llama3", factor=8.0, rope_theta=10000.0, low_freq_factor=1.0, high_freq_factor=4.0,
-              original_max_position_embeddings=64)
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    rope_theta=10000.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
 FUSED = {
     "llama": ("llama", {}),
     "llama-tied-biased": ("llama", dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True)),
@@ -27,9 +33,15 @@ FUSED = {
     "mistral-sliding": ("mistral", dict(sliding_window=5, head_dim=32)),
 }
 MODULES = {
-    "gemma2": ("gemma2", dict(sliding_window=5, head_dim=16)), "gemma3": ("gemma3_text", dict(sliding_window=5, head_dim=16)),
-    "phi3": ("phi3", {}), "gpt2": ("gpt2", {}), "mixtral": ("mixtral", {}), "olmo2": ("olmo2", {}), "gpt_oss": ("gpt_oss", {}),
-    "granite": ("granite", dict(logits_scaling=2.0)), "smollm3": ("smollm3", {}),
+    "gemma2": ("gemma2", dict(sliding_window=5, head_dim=16)),
+    "gemma3": ("gemma3_text", dict(sliding_window=5, head_dim=16)),
+    "phi3": ("phi3", {}),
+    "gpt2": ("gpt2", {}),
+    "mixtral": ("mixtral", {}),
+    "olmo2": ("olmo2", {}),
+    "gpt_oss": ("gpt_oss", {}),
+    "granite": ("granite", dict(logits_scaling=2.0)),
+    "smollm3": ("smollm3", {}),
 }
 CASES = FUSED | MODULES
 
@@ -41,8 +53,10 @@ def tokens_of(batch: int, length: int, seed: int = 1) -> torch.Tensor:
 def reference(model, tokens: torch.Tensor, taps: tuple[int, ...]):
     kept = {}
     layers = next(m for m in model.get_decoder().children() if isinstance(m, torch.nn.ModuleList))
-    hooks = [layers[i].register_forward_hook(
-        lambda _m, _a, out, i=i: kept.__setitem__(i, out[0] if isinstance(out, tuple) else out)) for i in taps]
+    hooks = [
+        layers[i].register_forward_hook(lambda _m, _a, out, i=i: kept.__setitem__(i, out[0] if isinstance(out, tuple) else out))
+        for i in taps
+    ]
     logits = model(input_ids=tokens, use_cache=False).logits
     for hook in hooks:
         hook.remove()
@@ -65,7 +79,9 @@ def test_equals_transformers_in_chunks(case: str, backend: str):
     tokens = tokens_of(2, 40)
     want, want_taps = reference(model, tokens, (0, 2))
     cache = decoder.new_cache(4, 64)
-    parts = [decoder.forward(tokens[:, a:b], cache, [2, 0], [a, a], taps=True) for a, b in ((0, 23), (23, 24), (24, 32), (32, 40))]
+    parts = [
+        decoder.forward(tokens[:, a:b], cache, [2, 0], [a, a], taps=True) for a, b in ((0, 23), (23, 24), (24, 32), (32, 40))
+    ]
     torch.testing.assert_close(torch.cat([p.logits for p in parts], 1), want, atol=1e-4, rtol=0)
     torch.testing.assert_close(torch.cat([p.taps for p in parts], 1), want_taps, atol=1e-4, rtol=1e-5)
     last = decoder.forward(tokens[:, 32:], cache, [2, 0], [32, 32], logits="last", last=torch.tensor([7, 2])).logits

@@ -6,21 +6,25 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from draftsmith.losses import fused, objective
 from draftsmith.losses.config import ObjectiveConfig
-from torch.utils._python_dispatch import TorchDispatchMode
 
 LEAVES = ("hidden", "correction", "w2", "survival_logits")
 OFF = {"kl": 0.0, "tv": 0.0, "survival": 0.0}
 CONFIGS: dict[str, dict[str, Any]] = {
     "default": {},
-    **{t: {**OFF, t: 1.0} for t in ("ce", "kl", "reverse_kl", "js", "tv", "l1", "nla", "lk", "renyi", "e2e", "exact", "survival")},
+    **{
+        t: {**OFF, t: 1.0}
+        for t in ("ce", "kl", "reverse_kl", "js", "tv", "l1", "nla", "lk", "renyi", "e2e", "exact", "survival")
+    },
     "half_reach": {"slot_weighting": "half_reach"},
     "dpace": {**OFF, "ce": 1.0, "slot_weighting": "dpace"},
     "dpace_alpha": {"slot_weighting": "dpace_alpha", "renyi": 0.5},
     "auf": {"slot_weighting": "auf", "ce": 0.1},
     "reach_survival": {"reach_weighted_survival": True, "decay": 0.0},
-    "everything": {t: 0.3 for t in ("ce", "reverse_kl", "js", "l1", "nla", "lk", "renyi", "e2e", "exact")},
+    "everything": dict.fromkeys(("ce", "reverse_kl", "js", "l1", "nla", "lk", "renyi", "e2e", "exact"), 0.3),
 }
 
 
@@ -37,7 +41,8 @@ def make(
     lengths[0] = slots
     anchors = torch.randint(0, positions - slots + 1, (blocks, 1), generator=g)
     return {
-        "cfg": ObjectiveConfig(**config), "hidden": rand(blocks, slots, hidden).requires_grad_(), "correction": rand(blocks, slots, rank).requires_grad_(),
+        "cfg": ObjectiveConfig(**config), "hidden": rand(blocks, slots, hidden).requires_grad_(),
+        "correction": rand(blocks, slots, rank).requires_grad_(),
         "w2": rand(draft or vocab, rank).requires_grad_(), "survival_logits": rand(blocks, slots).requires_grad_(),
         "lm_head": head if ids is None else head[ids], "target_head": head, "target_hidden": rand(positions, hidden),
         "target_index": anchors + torch.arange(slots), "labels": torch.randint(0, vocab, (blocks, slots), generator=g),
@@ -51,14 +56,16 @@ def results(f: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, Any, list[torc
     return loss, stats, [torch.zeros_like(batch[n]) if x is None else x for n, x in zip(LEAVES, grads)]
 
 
-def assert_same(batch: dict[str, Any], *, rtol: float, atol: float, chunk_bytes: int = 256 << 20, other: dict[str, Any] | None = None) -> None:
-    plain, quick = results(objective.objective, batch), results(fused.objective, {**(other or batch), "chunk_bytes": chunk_bytes})
+def assert_same(batch: dict[str, Any], *, rtol: float, atol: float, chunk_bytes: int = 256 << 20) -> None:
+    plain, quick = results(objective.objective, batch), results(fused.objective, {**batch, "chunk_bytes": chunk_bytes})
     torch.testing.assert_close(quick[0], plain[0], rtol=rtol, atol=atol)
     for name, got, want in zip(LEAVES, quick[2], plain[2]):
         torch.testing.assert_close(got, want, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
     assert plain[1].sums.keys() == quick[1].sums.keys()
     for key, value in plain[1].sums.items():
-        torch.testing.assert_close(quick[1].sums[key], value, rtol=max(rtol, 1e-5), atol=max(atol, 1e-5), msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(
+            quick[1].sums[key], value, rtol=max(rtol, 1e-5), atol=max(atol, 1e-5), msg=lambda m, key=key: f"{key}: {m}"
+        )
         torch.testing.assert_close(quick[1].counts[key], plain[1].counts[key], rtol=1e-5, atol=1e-5)
 
 
@@ -80,8 +87,15 @@ def test_equals_the_plain_path_in_float32(name: str, draft: int | None) -> None:
 def test_bfloat16_is_as_close_to_float32_as_its_rounding(name: str) -> None:
     """bf16 inputs: no further from the float64 result on the same numbers than the plain bf16 path is (twice, for slack)."""
     batch = make(CONFIGS[name], dtype=torch.bfloat16, vocab=256, hidden=32, blocks=24, positions=30, scale=0.4)
-    exact = {k: v.detach().double().requires_grad_(v.requires_grad) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in batch.items()}
-    truth, plain, quick = results(objective.objective, exact), results(objective.objective, batch), results(fused.objective, batch)
+    exact = {
+        k: v.detach().double().requires_grad_(v.requires_grad) if torch.is_tensor(v) and v.is_floating_point() else v
+        for k, v in batch.items()
+    }
+    truth, plain, quick = (
+        results(objective.objective, exact),
+        results(objective.objective, batch),
+        results(fused.objective, batch),
+    )
     assert quick[0].dtype == torch.float32
     torch.testing.assert_close(quick[0].double(), truth[0], rtol=2e-3, atol=2e-3)
     for name_, a, b, t in zip(LEAVES, plain[2], quick[2], truth[2]):
@@ -91,7 +105,9 @@ def test_bfloat16_is_as_close_to_float32_as_its_rounding(name: str) -> None:
 
 
 @pytest.mark.parametrize("draft", [None, 5])
-@pytest.mark.parametrize("name", [n for n in CONFIGS if n not in ("lk", "everything", "half_reach", "dpace", "dpace_alpha", "auf", "survival")])
+@pytest.mark.parametrize(
+    "name", [n for n in CONFIGS if n not in ("lk", "everything", "half_reach", "dpace", "dpace_alpha", "auf", "survival")]
+)
 def test_gradcheck(name: str, draft: int | None) -> None:
     """Against finite differences; weightings and labels that are detached by design are compared with autograd above."""
     config = {**CONFIGS[name], "survival": 0.0} if name != "reach_survival" else {**OFF, "tv": 1.0, "decay": 0.0}
@@ -113,7 +129,13 @@ def test_gradcheck_survival() -> None:
 def test_masked_slots_may_hold_anything_and_count_nothing(name: str, path: Any) -> None:
     batch = make(CONFIGS[name], dtype=torch.float64, draft=20)
     clean, dirty, masked = results(path, batch), dict(batch), ~batch["valid"]
-    for key, junk in (("hidden", torch.nan), ("correction", torch.inf), ("survival_logits", -torch.inf), ("labels", -100), ("target_index", 10**9)):
+    for key, junk in (
+        ("hidden", torch.nan),
+        ("correction", torch.inf),
+        ("survival_logits", -torch.inf),
+        ("labels", -100),
+        ("target_index", 10**9),
+    ):
         value = batch[key].detach().clone()
         value[masked] = junk
         dirty[key] = value.requires_grad_(batch[key].requires_grad)
@@ -131,7 +153,10 @@ def test_disjoint_one_hot_laws(name: str) -> None:
     """alpha underflows to 0 at every slot: values and gradients are those of float64, finite, no NaN."""
     batch = make(CONFIGS[name], vocab=64, hidden=8, scale=6.0, seed=2)
     assert objective.objective(**batch)[1].means()["alpha"][0] < 0.2
-    wide = {k: v.detach().double().requires_grad_(v.requires_grad) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in batch.items()}
+    wide = {
+        k: v.detach().double().requires_grad_(v.requires_grad) if torch.is_tensor(v) and v.is_floating_point() else v
+        for k, v in batch.items()
+    }
     truth, quick = results(objective.objective, wide), results(fused.objective, batch)
     torch.testing.assert_close(quick[0].double(), truth[0], rtol=1e-4, atol=1e-5)
     for got, want in zip(quick[2], truth[2]):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import tiny_model
 
 from draftsmith.runtime import kernels
 from draftsmith.runtime.decoder import Decoder
 from draftsmith.runtime.kernels import PackedLinear, build
 from draftsmith.runtime.weights import stack_weights
+from tiny import tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16]
 pytestmark = pytest.mark.skipif(not kernels.available(torch.float32), reason=str(kernels.problem(torch.float32)))
@@ -183,8 +183,12 @@ def draft_reference(weights, features, block, start):
         q, k, v = key_value(layer, norm(block, layer.input_norm), here)
         _, ck, cv = key_value(layer, features, before)
         out = F.scaled_dot_product_attention(
-            q.transpose(0, 1), torch.cat((ck, k)).transpose(0, 1), torch.cat((cv, v)).transpose(0, 1),
-            scale=weights.attention_scale, enable_gqa=True)
+            q.transpose(0, 1),
+            torch.cat((ck, k)).transpose(0, 1),
+            torch.cat((cv, v)).transpose(0, 1),
+            scale=weights.attention_scale,
+            enable_gqa=True,
+        )
         block = block + F.linear(out.transpose(0, 1).flatten(1), layer.out)
         gate, up = F.linear(norm(block, layer.post_norm), layer.gate_up).chunk(2, -1)
         block = block + F.linear(F.silu(gate) * up, layer.down)
@@ -196,9 +200,17 @@ def test_draft_block_over_injected_context():
 
     weights = stack_weights(tiny_model("qwen3", head_dim=32), torch.float32)
     stack = FusedStack(
-        weights.layers, weights.final_norm, embedding=None, head=None, num_heads=weights.num_heads,
-        num_kv_heads=weights.num_kv_heads, head_dim=weights.head_dim, attention_scale=weights.attention_scale,
-        eps=weights.eps, inv_freq=weights.inv_freq)
+        weights.layers,
+        weights.final_norm,
+        embedding=None,
+        head=None,
+        num_heads=weights.num_heads,
+        num_kv_heads=weights.num_kv_heads,
+        head_dim=weights.head_dim,
+        attention_scale=weights.attention_scale,
+        eps=weights.eps,
+        inv_freq=weights.inv_freq,
+    )
     cache, features, block = stack.new_cache(3, 256), randn(2, 140, 64, seed=1), randn(2, 7, 64, seed=2)
     rows = torch.tensor([2, 0])
     stack.write_context(features[:, :90], cache, rows, torch.tensor([0, 0]))
@@ -208,7 +220,9 @@ def test_draft_block_over_injected_context():
         assert got is not None
         for b, start in enumerate(starts):
             stack.write_context(features, cache, rows, torch.tensor([0, 0]))  # the block's own entries are overwritten
-            torch.testing.assert_close(got[b], draft_reference(weights, features[b, :start], block[b], start), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                got[b], draft_reference(weights, features[b, :start], block[b], start), atol=1e-4, rtol=1e-4
+            )
 
 
 @pytest.mark.target
@@ -231,3 +245,32 @@ def test_smollm2_bf16_text_and_bits():
     decoder.forward(ids, cache, [1], [0], logits="none")
     block = [decoder.forward(torch.tensor([out[i : i + 8]]), cache, [1], [ids.shape[1] + i]).logits[0] for i in (0, 8, 16)]
     assert torch.equal(torch.cat(block)[:-1], torch.cat(rows)[1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_draft_stack_equals_the_drafter(dtype: torch.dtype):
+    need(dtype)
+    from draftsmith.models.dspark import DSpark
+    from draftsmith.runtime.kernels.draft import draft_stack
+
+    config = dict(
+        hidden_size=64, vocab_size=97, num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=96,
+        num_hidden_layers=2, rms_norm_eps=1e-6, block_size=5, mask_token_id=0, target_layer_ids=[0, 2], markov_rank=0,
+        markov_head_type="vanilla", enable_confidence_head=False, confidence_head_with_markov=False, rope_theta=10000.0,
+        max_position_embeddings=512, initializer_range=0.2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    drafter = DSpark(config).eval().requires_grad_(False)
+    taps, embedding, previous = randn(2, 160, 128, seed=1), randn(97, 64, seed=2), text(2, 15).view(2, 3, 5)
+    anchors = torch.tensor([[1, 128, 150], [40, 90, 155]])
+    want = drafter.unroll(taps=taps, anchors=anchors, previous_tokens=previous, embedding=embedding).hidden
+    drafter = drafter.to(dtype)
+    stack = draft_stack(drafter)
+    cache = stack.new_cache(3, 200)
+    rows, context = torch.tensor([2, 0]), drafter.context_features(taps.to(dtype))
+    tolerance = 2e-4 if dtype == torch.float32 else 0.15
+    for a in range(3):
+        stack.write_context(context, cache, rows, torch.tensor([0, 0]))
+        block = drafter.block_inputs(previous[:, a, 0], embedding.to(dtype))
+        _, _, got = stack.forward(block, cache, rows, anchors[:, a], hidden=True, causal=False)
+        torch.testing.assert_close(got.float(), want[:, a], atol=tolerance, rtol=0)

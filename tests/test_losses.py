@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+
 from draftsmith.losses import acceptance as acc
 from draftsmith.losses import divergence as div
 from draftsmith.losses import weighting

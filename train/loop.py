@@ -52,6 +52,9 @@ def run(
     checkpoints = output / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
     drafter = setup.drafter.to(device=device, dtype=torch.float32).train()
+    if objective_cfg.survival == 0 and drafter.confidence_head is not None:
+        # Without its loss it gets no gradient, and DDP waits for the gradient of every trainable parameter.
+        drafter.confidence_head.requires_grad_(False)
     heads = setup.heads.to(torch.bfloat16 if cfg.precision == "bf16" else torch.float32)
     batches = Batches(
         setup.rows, rows_per_batch=cfg.rows, block_size=drafter.block_size, anchor_share=cfg.anchor_share, seed=seed,
@@ -100,7 +103,7 @@ def run(
             metrics = named(reduce_stats(accelerator, window))
             tokens = sum(batch.num_labels for batch, _ in micro) * world
             values = {"loss/total": float(loss), "lr": rate, "grad_norm": float(norm) if norm is not None else 0.0}
-            log.write(done, {**values, **metrics, **clock.report(cfg.log_every, tokens)})
+            log.write(done, {**values, **metrics, **clock.report(len(window) // cfg.accumulation, tokens)})
             progress.update(done, float(loss), metrics)
             window = []
         if done == cfg.steps or (cfg.eval_every and done % cfg.eval_every == 0):

@@ -60,6 +60,7 @@ class StepContext:
                 anchors=batch.anchors,
                 previous_tokens=previous,
                 embedding=self.heads.embedding,
+                detach_survival=self.objective_cfg.detach_survival,
             )
         clock.mark("drafter")
         loss, stats = self.objective(out, features, batch, where, totals)

@@ -15,27 +15,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .build import Features, KernelError, features, library
+from .build import KernelError, available, problem
+from .linear import PackedLinear, read_bandwidth
 
 __all__ = ["KernelError", "PackedLinear", "available", "problem", "read_bandwidth", "unsupported_reason"]
-
-
-def problem(dtype: torch.dtype) -> str | None:
-    """Why the kernels cannot run in `dtype` on this machine, or None if they can (compiles them if needed)."""
-    if dtype not in (torch.float32, torch.bfloat16):
-        return f"no CPU kernels for {dtype}"
-    try:
-        library()
-    except KernelError as error:
-        return str(error)
-    if dtype == torch.bfloat16 and not features() & (Features.BF16_DOT | Features.BF16_TILES):
-        return "this CPU has no bf16 instructions"
-    return None if features() & Features.FLOAT32 else "this CPU has no AVX-512"
-
-
-def available(dtype: torch.dtype = torch.float32) -> bool:
-    """Whether the kernels run in `dtype` on this machine."""
-    return problem(dtype) is None
 
 
 def unsupported_reason(model: nn.Module, dtype: torch.dtype) -> str | None:
@@ -49,6 +32,3 @@ def unsupported_reason(model: nn.Module, dtype: torch.dtype) -> str | None:
     if hidden % 32:
         return f"hidden size {hidden} is not a multiple of 32"
     return problem(dtype)
-
-
-from .linear import PackedLinear, read_bandwidth  # noqa: E402 - needs problem()

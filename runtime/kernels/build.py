@@ -16,7 +16,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-import torch  # noqa: F401 - loads PyTorch's OpenMP first, which the library then shares (one thread pool, not two)
+import torch
 
 SOURCES = ("common.h", "linear.h", "attention.h", "forward.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-strict-aliasing", "-ffp-contract=off")
@@ -52,14 +52,19 @@ def _compile(target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / "kernels.so"
         try:
-            result = subprocess.run([*compiler.split(), *FLAGS, str(source), "-o", str(built)],
-                                    capture_output=True, text=True, timeout=300)
+            result = subprocess.run(
+                [*compiler.split(), *FLAGS, str(source), "-o", str(built)],
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=False,
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise KernelError(f"{compiler} did not run: {error}") from error
         if result.returncode != 0:
             lines = [line for line in result.stderr.splitlines() if "error" in line] or ["unknown error"]
             raise KernelError(f"{compiler} failed: {lines[0][:200]}")
-        os.replace(built, target)
+        built.replace(target)
 
 
 @cache
@@ -113,3 +118,21 @@ def features() -> int:
         return int(library().ds_init(1))
     except KernelError:
         return 0
+
+
+def problem(dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot run in `dtype` on this machine, or None if they can (compiles them if needed)."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"no CPU kernels for {dtype}"
+    try:
+        library()
+    except KernelError as error:
+        return str(error)
+    if dtype == torch.bfloat16 and not features() & (Features.BF16_DOT | Features.BF16_TILES):
+        return "this CPU has no bf16 instructions"
+    return None if features() & Features.FLOAT32 else "this CPU has no AVX-512"
+
+
+def available(dtype: torch.dtype = torch.float32) -> bool:
+    """Whether the kernels run in `dtype` on this machine."""
+    return problem(dtype) is None

@@ -17,25 +17,43 @@ class KernelDecoder(Decoder):
 
     def __init__(self, weights: StackWeights, *, dtype: torch.dtype, tap_layers: tuple[int, ...] = ()):
         super().__init__(
-            vocab_size=weights.head.shape[0], hidden_size=weights.embedding.shape[1], num_layers=len(weights.layers),
-            max_positions=weights.max_positions, tap_layers=tap_layers, device=weights.embedding.device, dtype=dtype,
+            vocab_size=weights.head.shape[0],
+            hidden_size=weights.embedding.shape[1],
+            num_layers=len(weights.layers),
+            max_positions=weights.max_positions,
+            tap_layers=tap_layers,
+            device=weights.embedding.device,
+            dtype=dtype,
         )
         self.stack = FusedStack(
-            weights.layers, weights.final_norm, embedding=weights.embedding, head=weights.head,
-            num_heads=weights.num_heads, num_kv_heads=weights.num_kv_heads, head_dim=weights.head_dim,
-            attention_scale=weights.attention_scale, eps=weights.eps, inv_freq=weights.inv_freq,
+            weights.layers,
+            weights.final_norm,
+            embedding=weights.embedding,
+            head=weights.head,
+            num_heads=weights.num_heads,
+            num_kv_heads=weights.num_kv_heads,
+            head_dim=weights.head_dim,
+            attention_scale=weights.attention_scale,
+            eps=weights.eps,
+            inv_freq=weights.inv_freq,
             rope_scale=weights.rope_scale,
         )
         self._taps = torch.tensor(self.tap_layers, dtype=torch.int64) if self.tap_layers else None
 
     def new_cache(self, slots: int, max_context: int) -> KVCache:
+        """See Decoder.new_cache."""
         self.check_context(max_context)
         return self.stack.new_cache(slots, max_context)
 
     def _forward(self, tokens, cache, rows, starts, logits, last, taps, bound) -> DecoderOutput:
-        assert tokens.numel() == 0 or 0 <= int(tokens.min()) and int(tokens.max()) < self.vocab_size
+        assert tokens.numel() == 0 or int(tokens.min()) >= 0 and int(tokens.max()) < self.vocab_size
         scores, tapped, _ = self.stack.forward(
-            tokens, cache, torch.as_tensor(rows, dtype=torch.int64), starts, logits=logits,
-            last=None if last is None else torch.as_tensor(last, dtype=torch.int64), tap_layers=self._taps if taps else None,
+            tokens,
+            cache,
+            torch.as_tensor(rows, dtype=torch.int64),
+            starts,
+            logits=logits,
+            last=None if last is None else torch.as_tensor(last, dtype=torch.int64),
+            tap_layers=self._taps if taps else None,
         )
         return DecoderOutput(scores, tapped)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .build import library
+from .build import available, library, problem
 
 
 def aligned_empty(elements: int, dtype: torch.dtype) -> Tensor:
@@ -34,10 +34,13 @@ class PackedLinear:
     """y = x W^T + b on CPU, bitwise the same for a row whatever the other rows are. No gradient.
 
     weight [N,K] float32 or bf16, bias [N] or None. Call with x [..., K] in the weight's dtype -> [..., N]
-    (float32 with `as_float`, else the weight's dtype). Accumulates in float32.
+    (float32 with `as_float`, else the weight's dtype). Accumulates in float32. Raises ValueError where the kernels
+    cannot run in that dtype (see `problem`).
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
+        if not available(weight.dtype):
+            raise ValueError(f"PackedLinear: {problem(weight.dtype)}")
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self.packed = pack(weight)
@@ -45,6 +48,7 @@ class PackedLinear:
 
     @torch.no_grad()
     def __call__(self, x: Tensor, *, as_float: bool = False) -> Tensor:
+        """x [..., K] -> [..., N]."""
         assert x.dtype == self.dtype and x.shape[-1] == self.in_features
         rows = x.reshape(-1, self.in_features)
         if self.dtype == torch.bfloat16 and self.in_features % 32:
@@ -53,9 +57,16 @@ class PackedLinear:
         out = torch.empty(rows.shape[0], self.out_features, dtype=torch.float32 if as_float else self.dtype)
         if rows.shape[0]:
             library().ds_linear(
-                self.packed.element_size(), rows.data_ptr(), rows.shape[0], self.packed.data_ptr(),
-                None if self.bias is None else self.bias.data_ptr(), self.out_features, self.in_features,
-                out.data_ptr(), int(as_float), torch.get_num_threads(),
+                self.packed.element_size(),
+                rows.data_ptr(),
+                rows.shape[0],
+                self.packed.data_ptr(),
+                None if self.bias is None else self.bias.data_ptr(),
+                self.out_features,
+                self.in_features,
+                out.data_ptr(),
+                int(as_float),
+                torch.get_num_threads(),
             )
         return out.view(*x.shape[:-1], self.out_features)
 
