@@ -82,7 +82,13 @@ class DSpark(nn.Module):
         return torch.cat((anchor, mask), dim=-2)
 
     def unroll(
-        self, *, taps: Tensor, anchors: Tensor, previous_tokens: Tensor, embedding: Tensor, detach_survival: bool = False
+        self,
+        *,
+        taps: Tensor,
+        anchors: Tensor,
+        previous_tokens: Tensor,
+        embedding: Tensor,
+        detach_survival: bool = False,
     ) -> DraftOutput:
         """All blocks of a batch under teacher forcing.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from training import parts_of, rows_of, setup_of, train  # noqa: E402
+from training import parts_of, rows_of, setup_of, train
 
 # World 2 with one row a process; every step is one epoch, so that any split trains on the same rows and anchors.
 SCENARIOS = {

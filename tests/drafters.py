@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tiny import tiny_model
 from torch import nn
 
 from draftsmith.models.config import DSparkConfig
 from draftsmith.models.draft import FrozenHeads
 from draftsmith.models.dspark import DSpark
 from draftsmith.models.export import native
+from tiny import tiny_model
 
 MASK = 96
 DRAFT_IDS = torch.tensor(sorted({1, 2, *range(3, 97, 2)}))

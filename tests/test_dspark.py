@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from drafters import DRAFT_IDS, MASK, slot_logits, tiny_drafter
-from tiny import tiny_model
 
 from draftsmith.models.config import DSparkConfig, default_tap_layers
 from draftsmith.models.dspark import attach_check, trainable_table
@@ -18,6 +17,7 @@ from draftsmith.runtime.config import SamplingParams
 from draftsmith.runtime.decoder import Decoder
 from draftsmith.runtime.dspark import DSparkProposer
 from draftsmith.runtime.sampling import SamplingBatch
+from tiny import tiny_model
 
 HEADS = ("vanilla", "gated", "rnn", "none")
 
@@ -85,7 +85,9 @@ def test_within_a_block_every_slot_sees_every_slot():
     assert torch.equal(states[0, 0, 1:], heads.embedding[MASK].expand(3, -1))
     states.requires_grad_()
     drafter.block_inputs = lambda tokens, embedding: states
-    out = drafter.unroll(taps=noise(1, 9, 128), anchors=torch.tensor([[5]]), previous_tokens=words(1, 1, 4), embedding=heads.embedding)
+    out = drafter.unroll(
+        taps=noise(1, 9, 128), anchors=torch.tensor([[5]]), previous_tokens=words(1, 1, 4), embedding=heads.embedding
+    )
     for slot in range(4):
         grad = torch.autograd.grad(out.hidden[0, 0, slot].sum(), states, retain_graph=True)[0][0, 0]
         assert torch.all(grad.abs().amax(-1) > 0)

@@ -11,13 +11,13 @@ import torch
 from drafters import tiny_drafter
 from proposers import OracleProposer, PerPrompt, RandomProposer, WrongProposer
 from scipy import stats
-from tiny import tiny_model
 
 from draftsmith.runtime.config import SamplingParams
 from draftsmith.runtime.decoder import Decoder
 from draftsmith.runtime.dspark import DSparkProposer
 from draftsmith.runtime.engine import CycleRecord, Engine, EngineStats, Request
 from draftsmith.runtime.ngram import NgramProposer
+from tiny import tiny_model
 
 VOCAB = 97
 
@@ -58,7 +58,7 @@ def proposer_of(kind: str, slots: int):
         "oracle": lambda: OracleProposer(answers()),
         "wrong": lambda: WrongProposer(answers(), VOCAB),
         "random": lambda: RandomProposer(VOCAB),
-        "ngram": lambda: NgramProposer(),
+        "ngram": NgramProposer,
     }[kind]()
 
 
@@ -76,7 +76,9 @@ def engine(kind: str = "none", slots: int = 1, **settings) -> Engine:
 def test_greedy_text_is_the_targets_own(kind: str, slots: int):
     # Budgets differ: rows end at different cycles and the two requests left over join in the middle.
     budgets = [24, 9, 17, 25, 12, 20]
-    wanted = [Request(f"r{i}", p, SamplingParams(max_new_tokens=b)) for i, (p, b) in enumerate(zip(prompts(6), budgets, strict=True))]
+    wanted = [
+        Request(f"r{i}", p, SamplingParams(max_new_tokens=b)) for i, (p, b) in enumerate(zip(prompts(6), budgets, strict=True))
+    ]
     found = engine(kind, slots).run(wanted)
     for completion, request, budget in zip(found, wanted, budgets, strict=True):
         assert completion.id == request.id and completion.prompt_tokens == len(request.prompt_ids)
@@ -119,7 +121,9 @@ def test_each_row_of_a_ragged_batch_equals_its_single_run():
     kinds = [oracle, wrong, OracleProposer(half), oracle, wrong, OracleProposer(half)]
     choice = {tuple(text): kind for text, kind in zip(texts, kinds, strict=True)}
     budgets = [25, 11, 18, 9, 25, 14]
-    wanted = [Request(f"r{i}", p, SamplingParams(max_new_tokens=b)) for i, (p, b) in enumerate(zip(texts, budgets, strict=True))]
+    wanted = [
+        Request(f"r{i}", p, SamplingParams(max_new_tokens=b)) for i, (p, b) in enumerate(zip(texts, budgets, strict=True))
+    ]
 
     def run(part: list[Request], slots: int):
         return Engine(decoder(), proposer=PerPrompt(choice), slots=slots, max_context=64).run(part)
@@ -291,7 +295,9 @@ def test_a_sampled_answer_does_not_depend_on_its_batch(kind: str, rule: str):
     alone = [engine(kind, 1, rule=rule).run([request])[0] for request in wanted]
     assert together == alone
     assert together[2].token_ids == answers()[tuple(wanted[2].prompt_ids)][:12]
-    other = engine(kind, 1, rule=rule).run([Request("r0", wanted[0].prompt_ids, SamplingParams(max_new_tokens=10, temperature=1.0, seed=7))])
+    other = engine(kind, 1, rule=rule).run(
+        [Request("r0", wanted[0].prompt_ids, SamplingParams(max_new_tokens=10, temperature=1.0, seed=7))]
+    )
     assert other[0].token_ids != together[0].token_ids
 
 
@@ -318,7 +324,8 @@ def exact_law(temperature: float) -> dict[tuple[int, ...], float]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "rule"), [("none", "token"), ("random", "token"), ("random", "block"), ("dspark", "token"), ("dspark", "block"), ("ngram", "block")]
+    ("kind", "rule"),
+    [("none", "token"), ("random", "token"), ("random", "block"), ("dspark", "token"), ("dspark", "block"), ("ngram", "block")],
 )
 def test_answers_follow_the_targets_law(kind: str, rule: str):
     proposer = {"none": lambda: None, "random": lambda: RandomProposer(SMALL, 2), "ngram": lambda: NgramProposer(2)}

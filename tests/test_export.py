@@ -11,10 +11,10 @@ import pytest
 import torch
 from drafters import DRAFT_IDS, slot_logits, tiny_drafter
 from safetensors.torch import load_file, save_file
-from tiny import tiny_model
 
 from draftsmith.models.draft import FrozenHeads
 from draftsmith.models.export import native
+from tiny import tiny_model
 
 MODELS = {
     "untied": dict(),
@@ -89,7 +89,9 @@ def test_a_fresh_process_computes_the_same_logits(tmp_path: Path):
         "folder = Path(sys.argv[1]); found = native.load(folder / 'drafter', **load_file(folder / 'target.safetensors'))\n"
         "save_file({'logits': logits_of(*found)}, folder / 'logits.safetensors')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, tmp_path, Path(__file__).parent], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path, Path(__file__).parent], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     found = load_file(tmp_path / "logits.safetensors")["logits"]
     torch.testing.assert_close(found, logits_of(drafter, heads), rtol=0, atol=1e-6)
@@ -135,7 +137,9 @@ def test_a_reduced_vocabulary_is_written_as_offsets(tmp_path: Path):
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("key", ["sample_from_anchor", "mask_token_id", "target_layer_ids", "block_size", "num_target_layers", "markov_rank"])
+@pytest.mark.parametrize(
+    "key", ["sample_from_anchor", "mask_token_id", "target_layer_ids", "block_size", "num_target_layers", "markov_rank"]
+)
 def test_a_missing_key_of_the_frame_is_refused(exported: Path, key: str):
     edit(exported, **{key: None})
     with pytest.raises(ValueError, match=f"missing {key}"):
@@ -226,7 +230,7 @@ def test_a_save_that_fails_leaves_the_old_drafter_whole(exported: Path, monkeypa
     elif where == "config":
         monkeypatch.setattr(native.json, "dumps", fail)
     else:
-        monkeypatch.setattr(native.os, "replace", fail)
+        monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
         native.save(exported, other, heads, dtype=torch.float32, extra={})
     assert {path.name: path.read_bytes() for path in exported.iterdir()} == before

@@ -15,7 +15,7 @@ import pytest
 import torch
 from ddp_worker import SCENARIOS, scenario
 from safetensors.torch import load_file
-from training import log_of, parts_of, rows_of, setup_of, tiny_target, train
+from training import Breaking, Interrupted, log_of, parts_of, rows_of, setup_of, tiny_target, train
 
 from draftsmith.data.batch import Batches, collate
 from draftsmith.data.chat import TokenRow
@@ -47,26 +47,6 @@ def assert_same(a: Path, b: Path, *, atol: float | None = None) -> None:
             torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
 
 
-class Interrupted(Exception):
-    pass
-
-
-class Breaking:
-    """A feature source that fails, or turns to NaN, at its n-th call (from 1)."""
-
-    def __init__(self, inner, call: int, how: str) -> None:
-        self.inner, self.call, self.how, self.calls = inner, call, how, 0
-
-    def features(self, batch, rows) -> Features:
-        self.calls += 1
-        found = self.inner.features(batch, rows)
-        if self.calls == self.call:
-            if self.how == "raise":
-                raise Interrupted
-            return Features(found.taps * float("nan"), found.last_hidden)
-        return found
-
-
 # ---- schedule and optimiser -----------------------------------------------------------------------------------------
 
 
@@ -78,7 +58,12 @@ def test_the_rate_rises_to_exactly_the_peak_and_ends_at_exactly_the_floor():
         want = 3e-5 + 0.5 * (3e-4 - 3e-5) * (1 + math.cos(math.pi * (step - 1) / 8))
         assert rates[step] == pytest.approx(want, rel=1e-9)
     assert rates[1:] == sorted(rates[1:], reverse=True)
-    for settings in (dict(steps=1), dict(steps=1, warmup=0.0), dict(steps=7, warmup=1.0), dict(steps=5, warmup=0.0, final_lr=1.0)):
+    for settings in (
+        dict(steps=1),
+        dict(steps=1, warmup=0.0),
+        dict(steps=7, warmup=1.0),
+        dict(steps=5, warmup=0.0, final_lr=1.0),
+    ):
         cfg = TrainConfig(lr=1e-3, **settings)
         assert max(learning_rate(s, cfg) for s in range(cfg.steps)) == 1e-3
 
@@ -161,7 +146,9 @@ def test_the_loss_falls_and_the_exported_drafter_is_the_trained_one(tmp_path: Pa
     decoder = Decoder.from_target(target.model, dtype=torch.float32, tap_layers=drafter.tap_layers, backend="torch")
     request = Request("r", prompt, SamplingParams(max_new_tokens=12))
     plain = Engine(decoder, max_context=64).run([request])[0]
-    drafted = Engine(decoder, proposer=DSparkProposer(drafter, heads, slots=1, max_context=64), max_context=64).run([request])[0]
+    drafted = Engine(decoder, proposer=DSparkProposer(drafter, heads, slots=1, max_context=64), max_context=64).run([request])[
+        0
+    ]
     assert drafted.token_ids == plain.token_ids
 
 
@@ -224,18 +211,25 @@ def test_every_switch_trains(tmp_path: Path, changes: dict):
 
 
 @pytest.mark.parametrize(
-    "objective", [{}, dict(slot_weighting="half_reach"), dict(tv=0.0, kl=0.0, ce=1.0, slot_weighting="dpace"), dict(exact=1.0)], ids=str
+    "objective",
+    [{}, dict(slot_weighting="half_reach"), dict(tv=0.0, kl=0.0, ce=1.0, slot_weighting="dpace"), dict(exact=1.0)],
+    ids=str,
 )
 def test_every_split_of_a_step_has_the_same_gradient(tmp_path: Path, objective: dict):
     parts = parts_of(objective=objective)
-    rows = [TokenRow(f"p{i}", "chat", torch.randint(3, 96, (14 + i,)).tolist(), [False] * 4 + [True] * (10 + i)) for i in range(4)]
+    rows = [
+        TokenRow(f"p{i}", "chat", torch.randint(3, 96, (14 + i,)).tolist(), [False] * 4 + [True] * (10 + i)) for i in range(4)
+    ]
     places = [torch.tensor([5]), torch.tensor([11]), torch.tensor([4, 6, 9, 10]), torch.tensor([5, 7, 8, 12])]
     setup = setup_of(parts, rows, tmp_path)
     torch.nn.init.normal_(setup.drafter.markov_head.markov_w2.weight)
     context = StepContext(parts.train, parts.objective, setup, setup.heads, torch.device("cpu"))
 
     def gradient(split: list[list[int]]) -> tuple[float, torch.Tensor]:
-        micro = [(collate([rows[i] for i in part], None, 4, anchors=[places[i] for i in part]), [rows[i] for i in part]) for part in split]
+        micro = [
+            (collate([rows[i] for i in part], None, 4, anchors=[places[i] for i in part]), [rows[i] for i in part])
+            for part in split
+        ]
         totals = torch.stack([denominators(parts.objective, batch.valid.flatten(0, 1)) for batch, _ in micro]).sum(0)
         setup.drafter.zero_grad(set_to_none=True)
         loss = 0.0
@@ -334,7 +328,11 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path):
     assert all(torch.equal(v, before[k]) for k, v in weights(tmp_path).items()) and log_of(tmp_path) == log
 
 
-@pytest.mark.parametrize("changes", [dict(objective=dict(kl=0.5)), dict(seed=4), dict(train=dict(steps=2, lr=1e-3)), dict(data=dict(max_length=99))], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [dict(objective=dict(kl=0.5)), dict(seed=4), dict(train=dict(steps=2, lr=1e-3)), dict(data=dict(max_length=99))],
+    ids=str,
+)
 def test_a_checkpoint_of_another_recipe_is_refused(tmp_path: Path, changes: dict):
     parts = parts_of(train=dict(steps=2))
     train(parts, setup_of(parts, rows_of(4), tmp_path), tmp_path)

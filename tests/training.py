@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from tiny import tiny_model
 from tiny_chat import chat_tokenizer
 
 from draftsmith.data.chat import TokenRow
@@ -19,6 +18,8 @@ from draftsmith.models.config import DSparkConfig, TargetConfig
 from draftsmith.models.target import Target
 from draftsmith.train import loop, stage
 from draftsmith.train.config import TrainConfig
+from draftsmith.train.features import Features
+from tiny import tiny_model
 
 SECTIONS = dict(data=DataConfig, drafter=DSparkConfig, objective=ObjectiveConfig, train=TrainConfig)
 DEFAULTS: dict[str, dict[str, Any]] = dict(
@@ -26,7 +27,14 @@ DEFAULTS: dict[str, dict[str, Any]] = dict(
     drafter=dict(num_layers=1, block_size=4, tap_layers=(0, 1), rank=8),
     objective={},
     train=dict(
-        steps=4, rows=2, lr=2e-3, precision="fp32", log_every=1, eval_every=0, validation_share=0.0, anchor_share=0.5,
+        steps=4,
+        rows=2,
+        lr=2e-3,
+        precision="fp32",
+        log_every=1,
+        eval_every=0,
+        validation_share=0.0,
+        anchor_share=0.5,
         checkpoint_every=100,
     ),  # fmt: skip
 )
@@ -72,3 +80,23 @@ def log_of(folder: Path) -> list[dict[str, float]]:
     """Lines of train.jsonl without the times."""
     lines = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in lines]
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Breaking:
+    """A feature source that fails, or turns to NaN, at its n-th call (from 1)."""
+
+    def __init__(self, inner, call: int, how: str) -> None:
+        self.inner, self.call, self.how, self.calls = inner, call, how, 0
+
+    def features(self, batch, rows) -> Features:
+        self.calls += 1
+        found = self.inner.features(batch, rows)
+        if self.calls == self.call:
+            if self.how == "raise":
+                raise Interrupted
+            return Features(found.taps * float("nan"), found.last_hidden)
+        return found

@@ -7,7 +7,6 @@ its mask id or its taps: those faults are silent in every engine and only show a
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -122,7 +121,7 @@ def save(
     if folder.exists():
         folder.rename(outdated)
     try:
-        os.replace(temporary, folder)
+        temporary.replace(folder)
     except OSError:
         if outdated.exists():
             outdated.rename(folder)
