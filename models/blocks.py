@@ -35,10 +35,13 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [..., size] -> the same shape and dtype."""
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
 class Attention(nn.Module):
+    """Projections and norms of grouped-query attention; the softmax itself is in masks.py."""
+
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
         self.shape = shape
@@ -61,6 +64,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """SwiGLU without biases."""
+
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
@@ -68,10 +73,13 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [..., H] -> [..., H]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DraftLayer(nn.Module):
+    """The parts of one layer, named as in the exported file."""
+
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
         self.self_attn = Attention(shape)

@@ -26,9 +26,7 @@ class DSparkConfig:
 
     kind: Literal["dspark"] = "dspark"
     num_layers: int = field(default=2, metadata={"help": "draft decoder layers", "ge": 1, "le": 64})
-    block_size: int = field(
-        default=7, metadata={"help": "query slots = predictions per block (gamma)", "ge": 1, "le": 64}
-    )
+    block_size: int = field(default=7, metadata={"help": "query slots = predictions per block (gamma)", "ge": 1, "le": 64})
     tap_layers: tuple[int, ...] | None = field(
         default=None,
         metadata={"help": "target layers whose output feeds the drafter, ascending, in [0, L-2]; None = num_taps spread"},
@@ -38,9 +36,7 @@ class DSparkConfig:
         default=None,
         metadata={"help": "target token fed to slots 1..; None = a reserved special token of the target", "ge": 0},
     )
-    head: Literal["vanilla", "gated", "rnn", "none"] = field(
-        default="vanilla", metadata={"help": "sequential correction head"}
-    )
+    head: Literal["vanilla", "gated", "rnn", "none"] = field(default="vanilla", metadata={"help": "sequential correction head"})
     rank: int = field(default=64, metadata={"help": "rank of the correction head; 0 = no head", "ge": 0, "le": 4096})
     survival_head: bool = field(default=True, metadata={"help": "predict each slot's acceptance"})
     survival_with_head: bool = field(

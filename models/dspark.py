@@ -130,7 +130,15 @@ class DSpark(nn.Module):
 
 
 ROPE_KEYS = frozenset(
-    ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings", "rope_parameters", "rope_theta", "rope_scaling")
+    (
+        "hidden_size",
+        "num_attention_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "rope_parameters",
+        "rope_theta",
+        "rope_scaling",
+    )
 )
 
 

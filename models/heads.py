@@ -3,7 +3,8 @@
 Every correction head has the same output stage, B_k = W2 u_k, so the objective and the runtime see one form:
     vanilla  u_k = W1[x_{k-1}]
     gated    u_k = sigmoid(Linear([h_k ; W1[x_{k-1}]])) * W1[x_{k-1}]
-    rnn      s_k = sigmoid(g) s_{k-1} + (1 - sigmoid(g)) tanh(c);  u_k = tanh(o);  (g, c, o) = Linear([s_{k-1} ; W1[x_{k-1}] ; h_k])
+    rnn      s_k = sigmoid(g) s_{k-1} + (1 - sigmoid(g)) tanh(c);  u_k = tanh(o)
+             with (g, c, o) = Linear([s_{k-1} ; W1[x_{k-1}] ; h_k])
 where x_{k-1} is the token before slot k (the anchor for slot 0). Tensor names follow the exported files.
 """
 
@@ -45,26 +46,35 @@ class CorrectionHead(nn.Module):
 
 
 class GatedHead(CorrectionHead):
+    """The block state gates the previous token's embedding."""
+
     kind = "gated"
 
     def build(self, hidden_size: int) -> None:
+        """See CorrectionHead."""
         self.gate_proj = nn.Linear(hidden_size + self.rank, self.rank)
 
     def step(self, hidden: Tensor, previous: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """See CorrectionHead."""
         gate = torch.sigmoid(self.gate_proj(torch.cat([hidden, previous.to(hidden.dtype)], dim=-1)))
         return gate * previous, state
 
 
 class RnnHead(CorrectionHead):
+    """A gated state carried over the block."""
+
     kind = "rnn"
 
     def build(self, hidden_size: int) -> None:
+        """See CorrectionHead."""
         self.joint_proj = nn.Linear(2 * self.rank + hidden_size, 3 * self.rank)
 
     def initial_state(self, hidden: Tensor) -> Tensor | None:
+        """Zeros [..., r]."""
         return hidden.new_zeros(*hidden.shape[:-1], self.rank)
 
     def step(self, hidden: Tensor, previous: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """See CorrectionHead."""
         assert state is not None
         joint = self.joint_proj(torch.cat([state.to(hidden.dtype), previous.to(hidden.dtype), hidden], dim=-1))
         gate, candidate, output = joint.chunk(3, dim=-1)
@@ -72,6 +82,7 @@ class RnnHead(CorrectionHead):
         return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
 
     def unroll(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """See CorrectionHead: slot after slot, since the state is carried."""
         state, outputs = self.initial_state(hidden[..., 0, :]), []
         for k in range(hidden.shape[-2]):
             output, state = self.step(hidden[..., k, :], previous[..., k, :], state)

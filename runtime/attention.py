@@ -30,7 +30,7 @@ class Span:
     masks: dict[int | None, Tensor]
 
     @classmethod
-    def build(cls, cache: KVCache, rows, starts: Tensor, width: int, bound: int | None) -> Span:
+    def build(cls, cache: KVCache, rows: list[int] | Tensor, starts: Tensor, width: int, bound: int | None) -> Span:
         """`bound`: host-known upper limit of starts + W; None reads it from `starts` (a sync on a GPU)."""
         device = cache.k.device
         if bound is None:

@@ -126,7 +126,17 @@ class Decoder:
 
     __call__ = forward
 
-    def _forward(self, tokens, cache, rows, starts, logits, last, taps, bound) -> DecoderOutput:
+    def _forward(
+        self,
+        tokens: Tensor,
+        cache: KVCache,
+        rows: list[int] | Tensor,
+        starts: Tensor,
+        logits: str,
+        last: Tensor | None,
+        taps: bool,
+        bound: int | None,
+    ) -> DecoderOutput:
         raise NotImplementedError
 
 
@@ -182,7 +192,17 @@ class TorchDecoder(Decoder):
             self.sin = (angles.sin() * w.rope_scale).to(self.dtype)
         return cache
 
-    def _forward(self, tokens, cache, rows, starts, logits, last, taps, bound) -> DecoderOutput:
+    def _forward(
+        self,
+        tokens: Tensor,
+        cache: KVCache,
+        rows: list[int] | Tensor,
+        starts: Tensor,
+        logits: str,
+        last: Tensor | None,
+        taps: bool,
+        bound: int | None,
+    ) -> DecoderOutput:
         w = self.weights
         span = Span.build(cache, rows, starts, tokens.shape[1], bound)
         rope = self.cos[span.write][:, :, None], self.sin[span.write][:, :, None]
@@ -206,7 +226,7 @@ class TorchDecoder(Decoder):
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.weights.eps)
         return weight * y.to(x.dtype)
 
-    def _attention(self, index: int, layer: LayerWeights, hidden: Tensor, span: Span, rope) -> Tensor:
+    def _attention(self, index: int, layer: LayerWeights, hidden: Tensor, span: Span, rope: tuple[Tensor, Tensor]) -> Tensor:
         w = self.weights
         batch, width, _ = hidden.shape
         mixed = F.linear(self._norm(hidden, layer.input_norm), layer.qkv, layer.qkv_bias)

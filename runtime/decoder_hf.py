@@ -9,8 +9,9 @@ family's own forward, so an unsupported family is a clear error instead of wrong
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +36,13 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask,
-    scaling=None,
-    dropout=0.0,
-    sliding_window=None,
-    softcap=None,
-    s_aux=None,
-    **kwargs,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [B,nh,W,hd], key/value [B,nkv,W,hd] -> ([B,W,nh,hd], None)."""
     if kwargs.get("position_bias") is not None:
@@ -105,7 +106,7 @@ class ModuleDecoder(Decoder):
         lists = [m for m in self.base.children() if isinstance(m, nn.ModuleList) and len(m) == self.num_layers]
         if tap_layers and not lists:
             raise ValueError(f"tap_layers: model_type {config.model_type!r} has no list of layers to read features from")
-        self.layers = lists[0] if lists else None
+        self.layers = lists[0] if lists else nn.ModuleList()
         self._kv_heads, self._head_dim, self._value_dim = self._probe()
         self._check()
 
@@ -160,7 +161,17 @@ class ModuleDecoder(Decoder):
             device=self.device,
         )
 
-    def _forward(self, tokens, cache, rows, starts, logits, last, taps, bound) -> DecoderOutput:
+    def _forward(
+        self,
+        tokens: Tensor,
+        cache: KVCache,
+        rows: list[int] | Tensor,
+        starts: Tensor,
+        logits: str,
+        last: Tensor | None,
+        taps: bool,
+        bound: int | None,
+    ) -> DecoderOutput:
         span = Span.build(cache, rows, starts, tokens.shape[1], bound)
         tapped: dict[int, Tensor] = {}
         hooks = [self.layers[i].register_forward_hook(_keep(tapped, i)) for i in (self.tap_layers if taps else ())]
@@ -178,7 +189,7 @@ class ModuleDecoder(Decoder):
         return DecoderOutput(None if logits == "none" else out.logits, tap)
 
 
-def _keep(tapped: dict[int, Tensor], index: int):
+def _keep(tapped: dict[int, Tensor], index: int) -> Callable[..., None]:
     def hook(_module: nn.Module, _args: tuple, output: Tensor | tuple) -> None:
         tapped[index] = output[0] if isinstance(output, tuple) else output
 

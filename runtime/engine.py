@@ -267,9 +267,7 @@ class Engine:
         stats.verify_s += verified - drafted
         stats.rest_s += ruled - verified
 
-    def _verify(
-        self, logits: Tensor, proposal: Proposal, lengths: Tensor, batch: SamplingBatch
-    ) -> tuple[Tensor, Tensor]:
+    def _verify(self, logits: Tensor, proposal: Proposal, lengths: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         """Accept a prefix of each draft and draw the token after it. logits [B, G+1, V] -> (accepted [B], next [B])."""
         if batch.all_greedy:
             return greedy(logits.argmax(-1), proposal.tokens, lengths)

@@ -25,7 +25,8 @@ def learning_rate(step: int, cfg: TrainConfig) -> float:
 
 def build_optimizer(module: nn.Module, cfg: TrainConfig) -> torch.optim.AdamW:
     """AdamW over the trainable parameters; norms, biases and embeddings are never decayed."""
-    decayed, plain = [], []
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             (decayed if parameter.dim() == 2 and "markov_w1" not in name else plain).append(parameter)

@@ -74,7 +74,7 @@ def build_config(target_config: Any, cfg: DSparkConfig, *, mask_token_id: int, t
 
 
 def check_taps(taps: tuple[int, ...] | list[int], num_layers: int) -> None:
-    """Taps must be ascending, unique and in [0, L-2]: the last layer's state is post-norm in Hugging Face, pre-norm elsewhere."""
+    """Taps must be ascending, unique and in [0, L-2]: readers disagree on whether the last layer's state is normed."""
     if not taps or any(not 0 <= t <= num_layers - 2 for t in taps) or list(taps) != sorted(set(taps)):
         raise ValueError(
             f"drafter.tap_layers: {list(taps)} must be strictly ascending layer ids in [0, {num_layers - 2}] "
@@ -93,7 +93,12 @@ def rope_parameters(text: Any) -> dict[str, Any]:
 
 
 def save(
-    folder: Path, drafter: DSpark, heads: FrozenHeads, *, dtype: torch.dtype = torch.bfloat16, extra: dict[str, Any] | None = None
+    folder: Path,
+    drafter: DSpark,
+    heads: FrozenHeads,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    extra: dict[str, Any] | None = None,
 ) -> Path:
     """Write the folder atomically (a half-written one never bears the final name). Returns the folder.
 
@@ -141,9 +146,14 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: broken JSON ({error})") from None
     missing = [key for key in REQUIRED if key not in config]
     if missing:
-        raise ValueError(f"{path}: missing {', '.join(missing)}; a drafter that does not state them is silently slow, export it again")
+        raise ValueError(
+            f"{path}: missing {', '.join(missing)}; a drafter that does not state them is silently slow, export it again"
+        )
     if config["sample_from_anchor"] is not True:
-        raise ValueError(f"{path}: sample_from_anchor: {config['sample_from_anchor']!r} is the fill-in layout; only true (anchor-first) loads here")
+        raise ValueError(
+            f"{path}: sample_from_anchor: {config['sample_from_anchor']!r} is the fill-in layout; "
+            "only true (anchor-first) loads here"
+        )
     check_taps(config["target_layer_ids"], config["num_target_layers"])
     if not 0 <= config["mask_token_id"] < config["vocab_size"]:
         raise ValueError(f"{path}: mask_token_id: {config['mask_token_id']} outside [0, {config['vocab_size'] - 1}]")
@@ -152,9 +162,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def load(
-    folder: Path, *, embedding: Tensor, lm_head: Tensor, dtype: torch.dtype = torch.float32
-) -> tuple[DSpark, FrozenHeads]:
+def load(folder: Path, *, embedding: Tensor, lm_head: Tensor, dtype: torch.dtype = torch.float32) -> tuple[DSpark, FrozenHeads]:
     """Strict load of an exported drafter beside its target's embedding [V,H] and LM head [V,H].
 
     Raises ValueError when a tensor is missing or unknown, or when the file's embedding or head differs from the target's
@@ -183,6 +191,8 @@ def load(
         if theirs.shape != ours.shape or not torch.allclose(
             theirs.float(), ours.to("cpu", theirs.dtype).float(), rtol=2**-7, atol=1e-5
         ):
-            raise ValueError(f"{folder}: {name} is not this target's; the drafter belongs to {config.get('target_model_name_or_path')!r}")
+            raise ValueError(
+                f"{folder}: {name} is not this target's; the drafter belongs to {config.get('target_model_name_or_path')!r}"
+            )
     drafter = drafter.to(device=embedding.device, dtype=dtype).eval()
     return drafter, heads

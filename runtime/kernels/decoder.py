@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ..cache import KVCache
 from ..decoder import Decoder, DecoderOutput
@@ -45,7 +46,17 @@ class KernelDecoder(Decoder):
         self.check_context(max_context)
         return self.stack.new_cache(slots, max_context)
 
-    def _forward(self, tokens, cache, rows, starts, logits, last, taps, bound) -> DecoderOutput:
+    def _forward(
+        self,
+        tokens: Tensor,
+        cache: KVCache,
+        rows: list[int] | Tensor,
+        starts: Tensor,
+        logits: str,
+        last: Tensor | None,
+        taps: bool,
+        bound: int | None,
+    ) -> DecoderOutput:
         assert tokens.numel() == 0 or int(tokens.min()) >= 0 and int(tokens.max()) < self.vocab_size
         scores, tapped, _ = self.stack.forward(
             tokens,
