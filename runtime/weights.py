@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +67,7 @@ def unfused_reason(model: nn.Module) -> str | None:
     return None
 
 
-def max_positions(config) -> int:
+def max_positions(config: Any) -> int:
     """Positions that can be served: the length RoPE was built for.
 
     "longrope" and "dynamic" ropes change their frequencies with the length of the longest row in the batch, which
@@ -84,7 +86,7 @@ def _cat_bias(parts: list[nn.Linear]) -> Tensor | None:
     return torch.cat([p.bias if p.bias is not None else p.weight.new_zeros(p.out_features) for p in parts])
 
 
-def _layer(layer: nn.Module, cast) -> LayerWeights:
+def _layer(layer: nn.Module, cast: Callable[[Tensor | None], Any]) -> LayerWeights:
     attn, mlp = layer.self_attn, layer.mlp
     qkv, gate_up = [attn.q_proj, attn.k_proj, attn.v_proj], [mlp.gate_proj, mlp.up_proj]
     norm = {name: getattr(attn, name).weight if hasattr(attn, name) else None for name in ("q_norm", "k_norm")}

@@ -126,7 +126,7 @@ def served_states(proposer: DSparkProposer, taps: torch.Tensor, token: int, posi
     from draftsmith.runtime.sampling import SamplingBatch
 
     proposer.begin(0, [0] * len(taps), taps)
-    return proposer._backbone([0], torch.tensor([token]), SamplingBatch.build([SamplingParams()], [position]))[0]
+    return proposer.backbone.hidden([0], torch.tensor([token]), torch.tensor([position]), position)[0]
 
 
 def test_the_loss_falls_and_the_exported_drafter_is_the_trained_one(tmp_path: Path):

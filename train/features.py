@@ -64,7 +64,11 @@ class CachedFeatures:
 
 
 def compute_features(target: Target, tap_layers: tuple[int, ...], rows: Sequence[TokenRow], *, law: bool) -> list[RowFeatures]:
-    """Target states of rows, each cut to its length; with `law` also the normaliser and arg-max of its softmax."""
+    """Target states of rows, each cut to its length; with `law` also the normaliser and arg-max of its softmax.
+
+    The law is computed where it can teach a slot, which is at supervised positions (an anchor is one, and so is the
+    predecessor of every valid slot), and is 0 elsewhere.
+    """
     width = max(len(row.input_ids) for row in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.int64)
     lengths = torch.tensor([len(row.input_ids) for row in rows])
@@ -75,7 +79,11 @@ def compute_features(target: Target, tap_layers: tuple[int, ...], rows: Sequence
     out = []
     for number, length in enumerate(lengths.tolist()):
         last = found.last_hidden[number, :length]
-        lse, top = normalisers(target, last) if law else (None, None)
+        lse = top = None
+        if law:
+            taught = torch.tensor(rows[number].loss_mask, device=last.device)
+            lse, top = last.new_zeros(length, dtype=torch.float32), torch.zeros_like(taught, dtype=torch.int64)
+            lse[taught], top[taught] = normalisers(target, last[taught])
         out.append(RowFeatures(found.taps[number, :length], last, lse, top))
     return out
 
