@@ -42,7 +42,7 @@ class EvalConfig:
     num_slots: int | None = field(
         default=None, metadata={"help": "draft slots used (gamma); None = all the drafter has", "ge": 1, "le": 64}
     )
-    rule: Literal["token", "block"] = field(default="token", metadata={"help": "verification rule"})
+    rule: Literal["token", "block"] = field(default="block", metadata={"help": "verification rule"})
     cost_prompts: int = field(default=4, metadata={"help": "prompts of the cost measurement", "ge": 1, "le": 1000})
     cost_tokens: int = field(default=32, metadata={"help": "tokens per prompt of the cost measurement", "ge": 4, "le": 4096})
     cost_repeats: int = field(default=3, metadata={"help": "repeats of the cost measurement (median)", "ge": 1, "le": 100})
