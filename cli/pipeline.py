@@ -14,6 +14,7 @@ from typing import Any
 
 from ..recipes.check import check_recipe
 from ..recipes.schema import ConfigError, Recipe, differences, load_recipe, to_plain
+from .allocator import keep_freed_memory
 
 LOCK = "recipe.lock.json"
 # Another measurement of the same drafter may go into the same folder: its parts are remeasured where they differ.
@@ -215,6 +216,8 @@ def parts_of(recipe: Recipe) -> Any:
 def _train(found: Run, device: str) -> None:
     from accelerate import Accelerator, InitProcessGroupKwargs
 
+    keep_freed_memory()
+
     from ..models.target import load_target
     from ..train import loop, stage
     from ..train.prompts import heldout_prompts
@@ -243,6 +246,8 @@ def _train(found: Run, device: str) -> None:
 
 def _bench(found: Run, device: str) -> None:
     from ..eval.stage import bench as measure
+
+    keep_freed_memory()
 
     measure(
         found.recipe.target, found.folder / "drafter", found.recipe.eval, found.folder, recipe=found.plain,

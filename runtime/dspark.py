@@ -15,7 +15,7 @@ from ..models.dspark import DSpark
 from .backbone import make_backbone, make_linear
 from .propose import Proposal
 from .random import DRAFT, uniforms
-from .sampling import SamplingBatch, draw
+from .sampling import SamplingBatch, argmax, draw
 
 
 class DSparkProposer:
@@ -74,7 +74,7 @@ class DSparkProposer:
             if self.with_survival:
                 conditionals.append(self._conditional(hidden[:, k], previous))
             if u is None:
-                choice = logits.argmax(-1)
+                choice = argmax(logits)
             else:
                 law = sampling.probabilities(logits[:, None])[:, 0]
                 choice = draw(law, u[:, k])

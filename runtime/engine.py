@@ -21,7 +21,7 @@ from .config import SamplingParams
 from .decoder import Decoder
 from .propose import Proposal, Proposer
 from .random import EMIT, VERIFY, uniforms
-from .sampling import SamplingBatch, draw
+from .sampling import SamplingBatch, argmax, draw
 from .verify import RULES, greedy
 
 PREFILL_CHUNK = 256
@@ -219,7 +219,7 @@ class Engine:
     def _next(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """One token of the target's law per row: logits [B, V] -> int64 [B]."""
         if batch.all_greedy:
-            return logits.argmax(-1)
+            return argmax(logits)
         p = batch.probabilities(logits[:, None])[:, 0]
         return draw(p, uniforms(batch.seeds, batch.positions, 1, EMIT)[:, 0])
 
@@ -270,7 +270,7 @@ class Engine:
     def _verify(self, logits: Tensor, proposal: Proposal, lengths: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
         """Accept a prefix of each draft and draw the token after it. logits [B, G+1, V] -> (accepted [B], next [B])."""
         if batch.all_greedy:
-            return greedy(logits.argmax(-1), proposal.tokens, lengths)
+            return greedy(argmax(logits), proposal.tokens, lengths)
         p = batch.probabilities(logits)
         u = uniforms(batch.seeds, batch.positions, proposal.tokens.shape[1], VERIFY)
         verdict = self.rule(p, proposal.probs, proposal.tokens, lengths, u, proposal.draft_ids)

@@ -20,6 +20,8 @@ from torch import Tensor
 from .config import SamplingParams
 
 _COLDEST = 1e-30
+# Width of the stripes of a row whose maxima are taken first, see `argmax`.
+_STRIPE = 64
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def probabilities(
     if any_top_p:
         probs = _cut_top_p(probs, top_p)
     if any_greedy:
-        certain = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        certain = torch.zeros_like(probs).scatter_(-1, argmax(logits).unsqueeze(-1), 1.0)
         probs = torch.where(heat > 0, probs, certain)
     return probs
 
@@ -145,6 +147,20 @@ def _descending(values: Tensor) -> Tensor:
         # numpy sorts with vector instructions: 1.3 ms for 8 rows of 49,152 where torch.sort takes 20 ms and more.
         return torch.from_numpy(np.sort(values.detach().numpy(), axis=-1)).flip(-1)
     return values.sort(dim=-1, descending=True).values
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """First largest entry of each row: [..., V] -> int64 [...].
+
+    In two stages, stripe maxima first: over a long row on a CPU, arg-max is several times slower than a plain maximum.
+    """
+    vocab = logits.shape[-1]
+    if logits.device.type != "cpu" or vocab % _STRIPE or vocab == _STRIPE:
+        return logits.argmax(-1)
+    stripes = logits.unflatten(-1, (-1, _STRIPE))
+    best = stripes.amax(-1).argmax(-1, keepdim=True)
+    inside = stripes.gather(-2, best.unsqueeze(-1).expand(*best.shape, _STRIPE)).squeeze(-2).argmax(-1)
+    return best.squeeze(-1) * _STRIPE + inside
 
 
 def draw(probs: Tensor, u: Tensor) -> Tensor:

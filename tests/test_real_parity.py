@@ -33,7 +33,9 @@ NUM_PROMPTS, NEW_TOKENS, CONTEXT = 20, 48, 512
 def load_drafter(target, folder: Path):
     source = os.environ.get("DRAFTSMITH_DRAFTER")
     if source is None:
-        config = native.build_config(target.config, DSparkConfig(draft_vocab_size=8192), mask_token_id=16, target_name="smollm2")
+        config = native.build_config(
+            target.config, DSparkConfig(draft_vocab_size=8192), mask_token_id=16, target_name="smollm2"
+        )
         torch.manual_seed(0)
         drafter = DSpark(config)
         init_from_target(drafter, target.layers, target.final_norm, target.embedding_weight)
@@ -47,7 +49,9 @@ def served(smollm2, tmp_path_factory):
     drafter, heads = load_drafter(smollm2, tmp_path_factory.mktemp("drafter"))
     chat = ChatFormat(smollm2.tokenizer, eos_ids=smollm2.eos_token_ids)
     step = len(heldout_prompts("builtin")) // NUM_PROMPTS
-    prompts = [chat.render([{"role": "user", "content": p.turns[0]}], generation_prompt=True) for p in heldout_prompts("builtin")]
+    prompts = [
+        chat.render([{"role": "user", "content": p.turns[0]}], generation_prompt=True) for p in heldout_prompts("builtin")
+    ]
     requests = [
         Request(str(i), list(ids), SamplingParams(max_new_tokens=NEW_TOKENS - i % 5))  # unequal: rows leave at different times
         for i, ids in enumerate(prompts[::step][:NUM_PROMPTS])

@@ -10,7 +10,7 @@ import torch
 from draftsmith.runtime import random as counter
 from draftsmith.runtime import verify
 from draftsmith.runtime.config import SamplingParams
-from draftsmith.runtime.sampling import SamplingBatch, draw, probabilities
+from draftsmith.runtime.sampling import SamplingBatch, argmax, draw, probabilities
 
 
 def law(logits, temperature=1.0, top_k=0, top_p=1.0, **hints):
@@ -307,3 +307,12 @@ def test_chain_frequencies_in_float32(rule):
     expected = (p_table[0, 0][:, None, None] * p_table[1][:, :, None] * p_table[2][None]).flatten().double() * draws
     statistic = float(((counts - expected) ** 2 / expected).sum())
     assert statistic < 63 + 5 * 11.2, statistic
+
+
+@pytest.mark.parametrize("vocab", [64, 97, 128, 49152])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_argmax_is_the_first_largest(vocab, dtype):
+    logits = torch.randn(3, 2, vocab, generator=torch.Generator().manual_seed(0)).to(dtype)  # bf16: ties are common
+    best = logits.amax(-1, keepdim=True)
+    first = torch.where(logits == best, torch.arange(vocab), vocab).amin(-1)
+    assert torch.equal(argmax(logits), first)

@@ -123,7 +123,6 @@ def test_the_loss_is_the_hand_written_one(tmp_path: Path):
 
 @torch.no_grad()
 def served_states(proposer: DSparkProposer, taps: torch.Tensor, token: int, position: int) -> torch.Tensor:
-    from draftsmith.runtime.sampling import SamplingBatch
 
     proposer.begin(0, [0] * len(taps), taps)
     return proposer.backbone.hidden([0], torch.tensor([token]), torch.tensor([position]), position)[0]
