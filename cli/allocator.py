@@ -1,8 +1,8 @@
 """Keep freed memory in the process: on CPU every step allocates and frees the same large tensors.
 
-By default glibc returns blocks above 128 KiB to the kernel at once, and each next step pays the page faults again. Measured on a
-training step of the embedded target (2 cores): 0.65 s without, 0.55 s with. Only glibc knows these calls; elsewhere nothing
-happens.
+By default glibc returns blocks above 128 KiB to the kernel at once, and each next step pays the page faults again. Measured on
+a training step of the embedded target (2 cores, 12k draft vocabulary): 0.65 s without, 0.55 s with. Only glibc knows these
+calls; elsewhere nothing happens.
 """
 
 from __future__ import annotations
@@ -22,4 +22,4 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):
         return False
     settings = ((_MMAP_THRESHOLD, 32 << 20), (_TRIM_THRESHOLD, 2**31 - 1), (_TOP_PAD, 64 << 20))
-    return all([mallopt(name, value) == 1 for name, value in settings])
+    return all(mallopt(name, value) == 1 for name, value in settings)

@@ -22,6 +22,7 @@ from .config import SamplingParams
 _COLDEST = 1e-30
 # Width of the stripes of a row whose maxima are taken first, see `argmax`.
 _STRIPE = 64
+_LONG = 1 << 15  # entries below which one pass is as quick
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def argmax(logits: Tensor) -> Tensor:
     In two stages, stripe maxima first: over a long row on a CPU, arg-max is several times slower than a plain maximum.
     """
     vocab = logits.shape[-1]
-    if logits.device.type != "cpu" or vocab % _STRIPE or vocab == _STRIPE:
+    if logits.device.type != "cpu" or vocab % _STRIPE or vocab == _STRIPE or logits.numel() < _LONG:
         return logits.argmax(-1)
     stripes = logits.unflatten(-1, (-1, _STRIPE))
     best = stripes.amax(-1).argmax(-1, keepdim=True)

@@ -70,13 +70,12 @@ def test_greedy_text_is_the_targets(served, name, slots):
         "oracle": lambda: OracleProposer(answers),
         "wrong": lambda: WrongProposer(answers, target.vocab_size),
         "random": lambda: RandomProposer(target.vocab_size),
-        "ngram": lambda: NgramProposer(),
+        "ngram": NgramProposer,
         "dspark": lambda: DSparkProposer(drafter, heads, slots=slots, max_context=CONTEXT),
     }[name]()
     engine = Engine(decoder, proposer=proposer, slots=slots, max_context=CONTEXT, eos_ids=target.eos_token_ids)
     got = [c.token_ids for c in engine.run(requests)]
     assert got == plain
-    print(f"{name} slots {slots}: tau {engine.stats.tau:.2f}")
     if name == "oracle":
         assert engine.stats.tau > 5
     if name == "wrong":
