@@ -229,7 +229,12 @@ def _train(found: Run, device: str) -> None:
     # the other ranks wait while the first lets the target answer, which outlasts the usual limit of half an hour
     from datetime import timedelta
 
-    accelerator = Accelerator(cpu=device == "cpu", kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=12))])
+    tracker = found.recipe.train.tracker
+    accelerator = Accelerator(
+        cpu=device == "cpu",
+        log_with=None if tracker == "none" else tracker,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=12))],
+    )
     loop.check_world(found.recipe.train, accelerator)
     heldout = heldout_prompts(found.recipe.eval.prompts)
     target = load_target(found.recipe.target, accelerator.device)

@@ -39,6 +39,8 @@ class TrainLog:
             if run_id.exists():
                 kwargs["wandb"]["id"] = run_id.read_text()
         self.accelerator.init_trackers(cfg.project, config=_flat(run_config), init_kwargs=kwargs)
+        if self.accelerator.is_main_process and not self.accelerator.trackers:
+            raise ValueError(f"train.tracker: {cfg.tracker!r} is not installed or was not given to Accelerator(log_with=...)")
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """Append one line for `step` completed steps."""
