@@ -69,6 +69,15 @@ def drafter_folder(path: Path) -> Path:
     raise ValueError(f"{path}: no exported drafter here (no config.json, no drafter/config.json)")
 
 
+def trained_with(folder: Path) -> dict[str, Any]:
+    """The recipe in the drafter's draftsmith.json, empty for a folder that brings none."""
+    path = folder / "draftsmith.json"
+    if not path.is_file():
+        return {}
+    recipe = json.loads(path.read_text(encoding="utf-8")).get("recipe")
+    return recipe if isinstance(recipe, dict) else {}
+
+
 def run(
     path: Path, prompt: str, sampling: SamplingParams, *, target: str | None, dtype: str, device: str, colour: bool, plain: bool
 ) -> None:
@@ -89,9 +98,16 @@ def run(
         raise ValueError(f"--dtype: {dtype!r} is not allowed; it must be float32 or bfloat16")
     console = Console(highlight=False, soft_wrap=True)
     engine, tokenizer, eos_ids = _engine(folder, name, dtype, device, plain, sampling)
+    from ..data.chat import ChatFormat
     from ..runtime.engine import Request
 
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False)
+    made = trained_with(folder).get("data", {})
+
+    # the chat as the drafter was trained on: in another frame it would only be slow, and nothing would say why
+    system = made.get("system")
+    messages = [{"role": "system", "content": system}] if system else []
+    chat = ChatFormat(tokenizer, template_args=made.get("template_args"), eos_ids=eos_ids)
+    ids = chat.render([*messages, {"role": "user", "content": prompt}], generation_prompt=True)
     stream = TextStream(
         lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
         lambda text, origin: console.print(Text(text, style=STYLES[origin] if colour else ""), end=""),
@@ -131,7 +147,10 @@ def _engine(
 
     config = native.read_config(folder)
     place = pick_device(device)
-    target = load_target(TargetConfig(name=name, dtype="float32" if dtype == "float32" else "bfloat16"), place)
+    revision = trained_with(folder).get("target", {}).get("revision")
+    target = load_target(
+        TargetConfig(name=name, revision=revision, dtype="float32" if dtype == "float32" else "bfloat16"), place
+    )
     precision = getattr(torch, dtype)
     taps = () if plain else tuple(config["target_layer_ids"])
     decoder = Decoder.from_target(target.model, dtype=precision, tap_layers=taps)

@@ -96,10 +96,12 @@ def check_prompts(recipe: Recipe) -> None:
 
     from ..data.chat import ChatFormat
     from ..data.source import check_overlap, load_prompts
+    from ..eval.prompts import read_heldout
     from ..models.facts import resolve_target
     from ..train.prompts import heldout_prompts
 
     prompts = load_prompts(recipe.data)
+    read_heldout(recipe.eval)
     check_overlap(prompts, heldout_prompts(recipe.eval.prompts))
     tokenizer = AutoTokenizer.from_pretrained(resolve_target(recipe.target), revision=recipe.target.revision)
     chat = ChatFormat(tokenizer, template_args=recipe.data.template_args)
@@ -125,8 +127,12 @@ def pick_device(device: str) -> str:
     kind = device.partition(":")[0]
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"--device: {device!r} is not allowed; it must be auto, cpu or cuda")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device: {device!r} is not there; this PyTorch sees no CUDA device")
+    count = torch.cuda.device_count() if kind == "cuda" else 1
+    index = device.partition(":")[2] or "0"
+    if not index.isdecimal() or int(index) >= count:
+        raise ValueError(f"--device: {device!r} is not there; this PyTorch sees {count} {kind} device(s)")
+    if kind == "cuda":
+        torch.cuda.set_device(int(index))  # Accelerate takes the current one
     return device
 
 
@@ -182,7 +188,11 @@ def export(name: str, overrides: list[str], to: Path | None, dtype: str) -> None
 
 def bench(name: str, overrides: list[str], device: str = "auto") -> None:
     """The measurement of a trained drafter."""
-    _bench(open_run(name, overrides, claim=False), pick_device(device))
+    found = open_run(name, overrides, claim=False)
+    from ..eval.prompts import read_heldout
+
+    read_heldout(found.recipe.eval)
+    _bench(found, pick_device(device))
 
 
 def report(name: str, overrides: list[str]) -> None:
@@ -218,12 +228,14 @@ def _train(found: Run, device: str) -> None:
 
     keep_freed_memory()
 
+    from ..data.source import load_prompts, prompts_hash
     from ..models.target import load_target
     from ..train import loop, stage
     from ..train.prompts import heldout_prompts
 
     parts = parts_of(found.recipe)
-    if stage.is_trained(found.folder, parts):
+    made_from = prompts_hash(load_prompts(found.recipe.data, say=lambda line: None))
+    if stage.is_trained(found.folder, parts, made_from):
         print(f"answers and drafter: {found.folder / 'drafter'} is valid, reused", flush=True)
         return
     # the other ranks wait while the first lets the target answer, which outlasts the usual limit of half an hour
@@ -244,7 +256,7 @@ def _train(found: Run, device: str) -> None:
         setup = stage.build_setup(parts, target, prepared.rows, found.folder, say=say)
     folder = loop.run(
         cfg=found.recipe.train, objective_cfg=found.recipe.objective, setup=setup, accelerator=accelerator,
-        output=found.folder, seed=found.recipe.seed, run_config=parts.plain(), provenance=stage.provenance(),
+        output=found.folder, seed=found.recipe.seed, run_config=parts.plain(), provenance=stage.provenance(made_from),
     )  # fmt: skip
     say(f"drafter: {folder}")
 
@@ -256,6 +268,7 @@ def _bench(found: Run, device: str) -> None:
 
     measure(
         found.recipe.target, found.folder / "drafter", found.recipe.eval, found.folder, recipe=found.plain,
-        train_log=found.folder / "train.jsonl", template_args=found.recipe.data.template_args, device=device,
+        train_log=found.folder / "train.jsonl", template_args=found.recipe.data.template_args,
+        system=found.recipe.data.system, device=device,
         console=console(),
     )  # fmt: skip

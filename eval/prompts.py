@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..data.chat import ChatFormat
-from ..data.source import Prompt, read_prompts
+from ..data.source import Prompt, deduplicate, read_prompts
 from .config import EvalConfig
 
 
@@ -22,28 +22,30 @@ class EvalPrompt:
 
 
 def load_eval_prompts(
-    cfg: EvalConfig, tokenizer: Any, *, max_prompt: int, context: int = 0, template_args: Mapping[str, Any] | None = None
+    cfg: EvalConfig,
+    tokenizer: Any,
+    *,
+    max_prompt: int,
+    context: int = 0,
+    template_args: Mapping[str, Any] | None = None,
+    system: str | None = None,
 ) -> dict[str, list[EvalPrompt]]:
     """Held-out prompts by domain, in an order fixed by cfg.seed.
 
     max_prompt: longest prompt in tokens that can still be answered; longer ones are left out. context > 0 fills every prompt
-    up to that many tokens with other held-out texts in front of the question. Raises ValueError for an unknown domain, a broken
+    up to that many tokens with other held-out texts in front of the question.
+    system: the system prompt of prompts that bring none. Raises ValueError for an unknown domain, a broken
     file, fewer than two usable prompts in a domain, or a context beyond max_prompt.
     """
     if context > max_prompt:
         raise ValueError(f"eval.contexts: got {context}, allowed: at most {max_prompt} for this target and max_new_tokens")
-    found = read_prompts("builtin:heldout" if cfg.prompts == "builtin" else cfg.prompts)
-    by_domain: dict[str, list[Prompt]] = {}
-    for prompt in found:
-        by_domain.setdefault(prompt.domain, []).append(prompt)
-    missing = [name for name in cfg.domains if name not in by_domain]
-    if missing:
-        raise ValueError(f"eval.domains: got {missing[0]!r}, allowed: {', '.join(sorted(by_domain))}")
+    by_domain = read_heldout(cfg)
+    found = [prompt for prompts in by_domain.values() for prompt in prompts]
     chat = ChatFormat(tokenizer, template_args=template_args)
     filler = [text for prompt in found for text in prompt.turns]
     chosen: dict[str, list[EvalPrompt]] = {}
     for domain in cfg.domains or sorted(by_domain):
-        prompts = sorted(by_domain[domain], key=lambda p: p.id)
+        prompts = [replace(p, system=p.system or system) for p in sorted(by_domain[domain], key=lambda p: p.id)]
         random.Random(f"{cfg.seed}:{domain}").shuffle(prompts)
         rendered = [_render(chat, prompt, filler, context) for prompt in prompts]
         usable = [EvalPrompt(p.id, domain, ids) for p, ids in zip(prompts, rendered, strict=True) if len(ids) <= max_prompt]
@@ -53,6 +55,28 @@ def load_eval_prompts(
             )
         chosen[domain] = usable
     return chosen
+
+
+def read_heldout(cfg: EvalConfig) -> dict[str, list[Prompt]]:
+    """The held-out prompts by domain, duplicates left out. Needs no tokenizer, so it is called before a model loads.
+
+    Raises ValueError for a broken file, an empty set, an unknown domain, and too few prompts for the operating points.
+    """
+    found = deduplicate(read_prompts("builtin:heldout" if cfg.prompts == "builtin" else cfg.prompts))
+    if not found:
+        raise ValueError(f"eval.prompts: {cfg.prompts!r} holds no prompt")
+    by_domain: dict[str, list[Prompt]] = {}
+    for prompt in found:
+        by_domain.setdefault(prompt.domain, []).append(prompt)
+    for name in cfg.domains or sorted(by_domain):
+        if name not in by_domain:
+            raise ValueError(f"eval.domains: got {name!r}, allowed: {', '.join(sorted(by_domain))}")
+        have, need = len(by_domain[name]), 2 * max(cfg.concurrency)
+        if have < need:
+            raise ValueError(
+                f"eval.prompts: {have} prompts of domain {name!r}, allowed: {need} or more (two groups per concurrency)"
+            )
+    return by_domain
 
 
 def take(prompts: Sequence[EvalPrompt], count: int, concurrency: int) -> list[list[EvalPrompt]]:

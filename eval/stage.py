@@ -94,6 +94,7 @@ def bench(
     recipe: Record | None = None,
     train_log: Path | str | None = None,
     template_args: Mapping[str, Any] | None = None,
+    system: str | None = None,
     device: str = "cpu",
     console: Console | None = None,
 ) -> Path:
@@ -101,15 +102,19 @@ def bench(
 
     Finished parts lie in `output/measurements` and are reused as long as target, drafter, settings, machine and dtype are the
     same; delete the folder to measure anew. recipe: the resolved recipe for the report; train_log: the training JSONL for its
-    curves; template_args: arguments of the chat template, as in training. Raises ValueError before any model loads for settings
-    or a drafter folder that cannot be measured.
+    curves; template_args and system: of the chat, as in training. Raises ValueError before any model loads for settings or
+    a drafter folder that cannot be measured.
     """
     console = console or Console()
     output, drafter_folder = Path(output), Path(drafter_folder)
     drafter_config = read_config(drafter_folder)
     dtype: DtypeName = cfg.dtype or target_cfg.dtype
     environment = describe(dtype, device)
-    store = Store(output / "measurements", fingerprint(target_cfg, drafter_folder, cfg, environment, template_args), console)
+    store = Store(
+        output / "measurements",
+        fingerprint(target_cfg, drafter_folder, cfg, environment, {**(template_args or {}), "": system}),
+        console,
+    )
     began = time.perf_counter()
     serving = Serving.open(target_cfg, drafter_folder, cfg, dtype, device)
     prompts = {
@@ -119,6 +124,7 @@ def bench(
             max_prompt=serving.longest - answer_room(cfg),
             context=context,
             template_args=template_args,
+            system=system,
         )
         for context in cfg.contexts
     }

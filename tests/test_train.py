@@ -15,7 +15,7 @@ import pytest
 import torch
 from ddp_worker import SCENARIOS, scenario
 from safetensors.torch import load_file
-from training import Breaking, Interrupted, log_of, parts_of, rows_of, setup_of, tiny_target, train
+from training import PROMPTS, Breaking, Interrupted, log_of, parts_of, rows_of, setup_of, tiny_target, train
 
 from draftsmith.data.batch import Batches, collate
 from draftsmith.data.chat import TokenRow
@@ -321,7 +321,9 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path):
     parts = parts_of(train=dict(steps=2))
     train(parts, setup_of(parts, rows_of(4), tmp_path), tmp_path)
     before, log = weights(tmp_path), log_of(tmp_path)
-    assert stage.is_trained(tmp_path, parts) and not stage.is_trained(tmp_path, parts_of(train=dict(steps=3)))
+    assert stage.is_trained(tmp_path, parts, PROMPTS)
+    assert not stage.is_trained(tmp_path, parts_of(train=dict(steps=3)), PROMPTS)
+    assert not stage.is_trained(tmp_path, parts, "prompts that were edited since")
     stopped = setup_of(parts, rows_of(4), tmp_path)
     train(parts, setup_of(parts, rows_of(4), tmp_path, source=Breaking(stopped.source, 1, "raise")), tmp_path)
     assert all(torch.equal(v, before[k]) for k, v in weights(tmp_path).items()) and log_of(tmp_path) == log

@@ -40,7 +40,7 @@ class TrainConfig:
         default=None,
         metadata={"help": "stop unless exactly this many processes run; None = whatever the launcher says", "ge": 1},
     )
-    tracker: Literal["none", "wandb", "tensorboard"] = field(
+    tracker: Literal["none", "wandb"] = field(
         default="none", metadata={"help": "besides the JSONL log, which is always written"}
     )
     project: str = field(default="draftsmith", metadata={"help": "tracker project"})

@@ -1,8 +1,9 @@
-"""Training log: a JSONL file always, and Accelerate's tracker (W&B, TensorBoard) when the recipe asks for one."""
+"""Training log: a JSONL file always, and Accelerate's tracker (W&B) when the recipe asks for one."""
 
 from __future__ import annotations
 
 import json
+import netrc
 import os
 from pathlib import Path
 from typing import Any, TextIO
@@ -29,9 +30,12 @@ class TrainLog:
         kwargs: dict[str, Any] = {}
         if cfg.tracker == "wandb":
             # Without a login an online init asks on the terminal and hangs a batch job: offline unless a key is there.
-            has_key = bool(os.environ.get("WANDB_API_KEY")) or (Path.home() / ".netrc").exists()
-            if cfg.wandb_mode == "offline" or not has_key:
-                os.environ["WANDB_MODE"] = "offline"
+            if cfg.wandb_mode == "online" and not _has_login():
+                self.accelerator.print("W&B: no login found, so this run is kept offline (wandb sync uploads it later)")
+            if cfg.wandb_mode == "offline" or not _has_login():
+                os.environ.setdefault("WANDB_MODE", "offline")
+                if os.environ["WANDB_MODE"] == "online":
+                    os.environ["WANDB_MODE"] = "offline"
             run_id = self.path.with_name("wandb_run_id")
             if self.accelerator.is_main_process and not run_id.exists():
                 run_id.write_text(os.urandom(4).hex())
@@ -56,6 +60,17 @@ class TrainLog:
             self.file.close()
         if self.tracking:
             self.accelerator.end_training()
+
+
+def _has_login() -> bool:
+    """Whether W&B finds a key without asking: the variable, or an entry of its host in ~/.netrc."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        hosts = netrc.netrc(str(Path.home() / ".netrc")).hosts
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return any("wandb" in host for host in hosts)
 
 
 def _truncate(path: Path, start: int) -> None:

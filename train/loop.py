@@ -6,7 +6,9 @@ Where is the loss divided? In the objective, by denominators summed over all mic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -70,54 +72,58 @@ def run(
     stream = micro_batches(batches, start * cfg.accumulation)
     progress = Progress(cfg.steps, start, enabled=accelerator.is_main_process)
     window: list[ObjectiveStats] = []
+    tokens = 0
     clock = Clock()
 
     # ---- steps ------------------------------------------------------------------------------------------------------
-    for step in range(start, cfg.steps):
-        micro = [next(stream) for _ in range(cfg.accumulation)]
-        totals = accelerator.reduce(
-            torch.stack([denominators(objective_cfg, batch.valid.flatten(0, 1)) for batch, _ in micro]).sum(0).to(device), "sum"
-        )
-        loss = torch.zeros((), device=device)
-        for i, (batch, rows) in enumerate(micro):
-            # Gradients are averaged over ranks once per step, and the global mean needs their sum: hence * world.
-            with accelerator.no_sync(model) if i + 1 < len(micro) else accelerator.accumulate():
-                part, stats = step_context.loss(model, batch, rows, totals, clock)
-                accelerator.backward(part * world)
-            loss += part.detach()
-            window.append(stats)
-        norm = accelerator.clip_grad_norm_(model.parameters(), cfg.clip) if cfg.clip else None
-        loss = accelerator.reduce(loss, "sum")
-        if not torch.isfinite(loss) or (norm is not None and not torch.isfinite(norm)):
-            raise RuntimeError(f"step {step + 1}: loss {float(loss)}, gradient norm {norm}: stopped before the update")
-        rate = learning_rate(step, cfg)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        clock.mark("drafter")
+    with closing(log), closing(progress):
+        for step in range(start, cfg.steps):
+            micro = [next(stream) for _ in range(cfg.accumulation)]
+            totals = accelerator.reduce(
+                torch.stack([denominators(objective_cfg, batch.valid.flatten(0, 1)) for batch, _ in micro]).sum(0).to(device),
+                "sum",
+            )
+            loss = torch.zeros((), device=device)
+            for i, (batch, rows) in enumerate(micro):
+                # Gradients are averaged over ranks once per step, and the global mean needs their sum: hence * world.
+                with accelerator.no_sync(model) if i + 1 < len(micro) else accelerator.accumulate():
+                    part, stats = step_context.loss(model, batch, rows, totals, clock)
+                    accelerator.backward(part * world)
+                loss += part.detach()
+                window.append(stats)
+                tokens += int(batch.lengths.sum()) * world
+            norm = accelerator.clip_grad_norm_(model.parameters(), cfg.clip or math.inf)
+            loss = accelerator.reduce(loss, "sum")
+            if not torch.isfinite(loss) or not math.isfinite(norm):
+                raise RuntimeError(
+                    f"step {step + 1}: loss {float(loss)}, gradient norm {float(norm)}: stopped before the update"
+                )
+            rate = learning_rate(step, cfg)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            clock.mark("drafter")
 
-        # ---- log, validate, save --------------------------------------------------------------------------------------
-        done = step + 1
-        if done % cfg.log_every == 0 or done == cfg.steps:
-            metrics = named(reduce_stats(accelerator, window))
-            tokens = sum(batch.num_labels for batch, _ in micro) * world
-            values = {"loss/total": float(loss), "lr": rate, "grad_norm": float(norm) if norm is not None else 0.0}
-            log.write(done, {**values, **metrics, **clock.report(len(window) // cfg.accumulation, tokens)})
-            progress.update(done, float(loss), metrics)
-            window = []
-        if done == cfg.steps or (cfg.eval_every and done % cfg.eval_every == 0):
-            metrics = validate(accelerator, model, step_context, setup.validation, cfg, drafter.block_size)
-            if metrics:
-                log.write(done, metrics)
-                progress.note(done, metrics)
-        if done == cfg.steps or done % cfg.checkpoint_every == 0:
-            checkpoint.save(accelerator, checkpoints, done, {"identity": identity, **provenance}, cfg.keep_last)
-        clock.restart()
+            # ---- log, validate, save --------------------------------------------------------------------------------------
+            done = step + 1
+            if done % cfg.log_every == 0 or done == cfg.steps:
+                metrics = named(reduce_stats(accelerator, window))
+                values = {"loss/total": float(loss), "lr": rate, "grad_norm": float(norm)}
+                metrics |= clock.report(len(window) // cfg.accumulation, tokens)
+                log.write(done, {**values, **metrics})
+                progress.update(done, float(loss), metrics)
+                window, tokens = [], 0
+            if done == cfg.steps or (cfg.eval_every and done % cfg.eval_every == 0):
+                metrics = validate(accelerator, model, step_context, setup.validation, cfg, drafter.block_size)
+                if metrics:
+                    log.write(done, metrics)
+                    progress.note(done, metrics)
+            if done == cfg.steps or done % cfg.checkpoint_every == 0:
+                checkpoint.save(accelerator, checkpoints, done, {"identity": identity, **provenance}, cfg.keep_last)
+            clock.restart()
 
     # ---- end ----------------------------------------------------------------------------------------------------------
-    progress.close()
-    log.close()
     folder = output / "drafter"
     if accelerator.is_main_process:
         trained = accelerator.unwrap_model(model)

@@ -55,11 +55,11 @@ class Clock:
         self.last = now
 
     def report(self, steps: int, tokens: int) -> dict[str, float]:
-        """perf/<part>_s per step, and perf/slots_per_s at the last step's size."""
+        """perf/<part>_s per step of the last `steps`, and perf/tokens_per_s: their `tokens` (prompts too) over their time."""
         each = {f"perf/{part}_s": seconds / steps for part, seconds in self.seconds.items()}
         total = sum(each.values())
         self.seconds = {}
-        return {**each, "perf/slots_per_s": tokens / total if total else 0.0}
+        return {**each, "perf/tokens_per_s": tokens / (steps * total) if total else 0.0}
 
 
 def describe(drafter: DSpark, batches: Batches, cfg: TrainConfig, accelerator: Accelerator, start: int) -> str:

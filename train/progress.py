@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
@@ -13,7 +15,7 @@ class Progress:
     def __init__(self, steps: int, start: int, *, enabled: bool) -> None:
         self.console = Console(highlight=False)
         self.enabled = enabled
-        self.steps = steps
+        self.steps, self.start, self.began = steps, start, time.monotonic()
         self.bar: Bar | None = None
         if enabled and self.console.is_terminal:
             self.bar = Bar(
@@ -28,16 +30,17 @@ class Progress:
         if not self.enabled:
             return
         alphas = [value for key, value in metrics.items() if key.startswith("accept/alpha_")]
-        speed = metrics.get("perf/slots_per_s")
+        speed = metrics.get("perf/tokens_per_s")
         text = f"loss {loss:.3f}  tau {metrics.get('accept/tau_expected', float('nan')):.2f}"
         if alphas:
             text += f"  alpha {alphas[0]:.2f}..{alphas[-1]:.2f}"
         if speed:
-            text += f"  {speed:,.0f} slots/s"
+            text += f"  {speed:,.0f} tokens/s"
         if self.bar is not None:
             self.bar.update(self.task, completed=step, text=text)
         else:
-            self.console.print(f"step {step}/{self.steps}  {text}")
+            left = (self.steps - step) * (time.monotonic() - self.began) / max(1, step - self.start)
+            self.console.print(f"step {step}/{self.steps}  {text}  {left / 60:.0f} min left")
 
     def note(self, step: int, metrics: dict[str, float]) -> None:
         """A validation line."""

@@ -50,14 +50,15 @@ class Parts:
         return run_config_dict(**{name: getattr(self, name) for name in names})
 
 
-def is_trained(output: Path, parts: Parts) -> bool:
-    """Whether `output`/drafter is the finished result of exactly these parts."""
+def is_trained(output: Path, parts: Parts, prompts_sha256: str) -> bool:
+    """Whether `output`/drafter is the finished result of exactly these parts and prompts."""
     try:
         made = json.loads((output / "drafter" / "draftsmith.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     wanted = json.loads(json.dumps(parts.plain()))
-    return made.get("recipe") == wanted and made.get("steps") == parts.train.steps
+    same_prompts = made.get("prompts_sha256") == prompts_sha256
+    return same_prompts and made.get("recipe") == wanted and made.get("steps") == parts.train.steps
 
 
 def prepare_rows(
@@ -90,6 +91,9 @@ def build_setup(
     mask = parts.drafter.mask_token_id
     if mask is None:
         mask = pick_mask_token(target.tokenizer, target.vocab_size, target.eos_token_ids)
+    if mask in target.eos_token_ids:
+        ends = ", ".join(map(str, target.eos_token_ids))
+        raise ValueError(f"drafter.mask_token_id: {mask} ends an answer of the target (its end tokens: {ends}); choose another")
     config = native.build_config(target.config, parts.drafter, mask_token_id=mask, target_name=parts.target.name)
     torch.manual_seed(parts.seed)
     drafter = DSpark(config)
@@ -166,12 +170,13 @@ def split_validation(rows: Sequence[TokenRow], share: float) -> tuple[list[Token
     return [row for row in rows if not held(row)], [row for row in rows if held(row)]
 
 
-def provenance() -> dict[str, Any]:
-    """Versions, argv and git commit of this run."""
+def provenance(prompts_sha256: str) -> dict[str, Any]:
+    """Versions, argv and git commit of this run, and the hash of the prompts it was made from."""
     names = ("torch", "transformers", "accelerate", "datasets", "safetensors")
     root = Path(__file__).parent.parent
     result = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return {
+        "prompts_sha256": prompts_sha256,
         "versions": {name: version(name) for name in names},
         "argv": sys.argv,
         "git_commit": result.stdout.strip() or None,
