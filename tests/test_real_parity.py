@@ -27,7 +27,7 @@ from draftsmith.runtime.ngram import NgramProposer
 from draftsmith.train.prompts import heldout_prompts
 
 pytestmark = [pytest.mark.target, pytest.mark.slow]
-NUM_PROMPTS, NEW_TOKENS, CONTEXT = 20, 48, 512
+NUM_PROMPTS, NEW_TOKENS, CONTEXT = 20, 32, 512
 
 
 def load_drafter(target, folder: Path):
