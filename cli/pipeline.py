@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..recipes.check import check_recipe
-from ..recipes.schema import ConfigError, Recipe, differences, load_recipe, to_plain
+from ..recipes.schema import ConfigError, Recipe, differences, from_plain, load_recipe, to_plain
 from .allocator import keep_freed_memory
 
 LOCK = "recipe.lock.json"
@@ -71,11 +71,20 @@ def check_folder(folder: Path, plain: dict[str, Any]) -> bool:
         before = json.loads(lock.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError([f"output: {lock} cannot be read: {error}"]) from error
-    found = differences(before, plain, ignore=NOT_LOCKED)
+    found = differences(_filled(before), _filled(plain), ignore=NOT_LOCKED)
     if found:
         keys = "; ".join(found)
         raise ConfigError([f"output: {str(folder)!r} belongs to another recipe ({keys}); choose another folder or remove it"])
     return False
+
+
+def _filled(before: dict[str, Any]) -> dict[str, Any]:
+    """An older lock with the keys that came since at their defaults; unchanged where it no longer parses."""
+    kept = {key: value for key, value in before.items() if key not in NOT_LOCKED}
+    try:
+        return to_plain(from_plain({**kept, "output": before.get("output", "-")}))
+    except ValueError:
+        return before
 
 
 def claim_folder(folder: Path, plain: dict[str, Any]) -> None:

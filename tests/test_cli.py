@@ -128,8 +128,20 @@ def test_folder_of_another_recipe(tmp_path):
     (folder / "train.jsonl").write_text("")
     assert not pipeline.check_folder(folder, first)
     assert not pipeline.check_folder(folder, {**first, "eval": {"repeats": 9}}), "another measurement may follow"
-    with pytest.raises(ConfigError, match=r"belongs to another recipe \(train.lr: 1 -> 2\)"):
+    with pytest.raises(ConfigError, match=r"belongs to another recipe \(train.lr: 1.0 -> 2.0\)"):
         pipeline.check_folder(folder, {**first, "train": {"lr": 2, "steps": 2}})
+
+
+def test_a_lock_older_than_a_setting_stays_valid(tmp_path):
+    folder = tmp_path / "out"
+    plain = pipeline.to_plain(pipeline.from_plain({"output": str(folder)}))
+    older = {**plain, "train": {key: value for key, value in plain["train"].items() if key != "tracker"}}
+    pipeline.claim_folder(folder, older)
+    (folder / "train.jsonl").write_text("")
+    assert not pipeline.check_folder(folder, plain), "the missing setting counts as its default"
+    other = {**plain, "train": {**plain["train"], "tracker": "wandb"}}
+    with pytest.raises(ConfigError, match="train.tracker: 'none' -> 'wandb'"):
+        pipeline.check_folder(folder, other)
 
 
 def test_foreign_folder_is_refused(recipe, tmp_path, capsys):

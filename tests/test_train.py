@@ -322,6 +322,10 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path):
     train(parts, setup_of(parts, rows_of(4), tmp_path), tmp_path)
     before, log = weights(tmp_path), log_of(tmp_path)
     assert stage.is_trained(tmp_path, parts, PROMPTS)
+    made = json.loads((tmp_path / "drafter" / "draftsmith.json").read_text())
+    del made["recipe"]["train"]["tracker"]
+    (tmp_path / "drafter" / "draftsmith.json").write_text(json.dumps(made))
+    assert stage.is_trained(tmp_path, parts, PROMPTS), "a setting that came after the run counts as its default"
     assert not stage.is_trained(tmp_path, parts_of(train=dict(steps=3)), PROMPTS)
     assert not stage.is_trained(tmp_path, parts, "prompts that were edited since")
     stopped = setup_of(parts, rows_of(4), tmp_path)

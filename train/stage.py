@@ -58,7 +58,22 @@ def is_trained(output: Path, parts: Parts, prompts_sha256: str) -> bool:
         return False
     wanted = json.loads(json.dumps(parts.plain()))
     same_prompts = made.get("prompts_sha256") == prompts_sha256
-    return same_prompts and made.get("recipe") == wanted and made.get("steps") == parts.train.steps
+    return same_prompts and _filled(made.get("recipe") or {}) == wanted and made.get("steps") == parts.train.steps
+
+
+def _filled(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe of an older run with the settings that came since at their defaults."""
+    defaults = Parts(
+        target=TargetConfig(), data=DataConfig(), drafter=DSparkConfig(), objective=ObjectiveConfig(), train=TrainConfig()
+    )
+
+    def fill(value: Any, default: Any) -> Any:
+        if not (isinstance(value, dict) and isinstance(default, dict)):
+            return value
+        return {key: fill(value[key], default.get(key)) if key in value else default[key] for key in [*default, *value]}
+
+    filled: dict[str, Any] = fill(recipe, json.loads(json.dumps(defaults.plain())))
+    return filled
 
 
 def prepare_rows(
