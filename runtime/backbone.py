@@ -24,10 +24,13 @@ class Backbone(Protocol):
     """What DSparkProposer needs of the parallel pass."""
 
     def write_context(self, rows: list[int], starts: Tensor, taps: Tensor) -> None:
-        """Keys and values of taps [B, W, n*H] at positions starts[b] .. starts[b] + W - 1 of each row."""
+        """Keys and values of taps [B, W, n*H] at positions starts[b] .. starts[b] + W - 1 of slot rows[b].
 
-    def hidden(self, rows: list[int], anchors: Tensor, positions: Tensor, bound: int | None) -> Tensor:
-        """Blocks after anchors int64 [B] standing at positions int64 [B] -> normed states [B, G, H].
+        A slot may occur several times, at different positions.
+        """
+
+    def hidden(self, rows: list[int], anchors: Tensor, positions: Tensor, bound: int | None, slots: int) -> Tensor:
+        """Blocks of `slots` inputs after anchors int64 [B] standing at positions int64 [B] -> normed states [B, slots, H].
 
         bound: host-known upper limit of positions, None if unknown.
         """
@@ -35,8 +38,7 @@ class Backbone(Protocol):
 
 def make_backbone(drafter: DSpark, embedding: Tensor, *, slots: int, max_context: int) -> Backbone:
     """The native one where it can run, else PyTorch's."""
-    # A commit writes all W verified positions, also the rejected ones beyond the new length.
-    room = max_context + 2 * (drafter.block_size + 1)
+    room = max_context + drafter.block_size  # the block's own keys and values stand behind the anchor
     if drafter.fc.weight.device.type == "cpu":
         try:
             return KernelBackbone(drafter, embedding, slots, room)
@@ -70,9 +72,9 @@ class KernelBackbone:
         features = self.drafter.hidden_norm(self.fc(taps.to(self.fc.dtype)))
         self.stack.write_context(features, self.cache, torch.tensor(rows), starts)
 
-    def hidden(self, rows: list[int], anchors: Tensor, positions: Tensor, bound: int | None) -> Tensor:
+    def hidden(self, rows: list[int], anchors: Tensor, positions: Tensor, bound: int | None, slots: int) -> Tensor:
         """See Backbone."""
-        block = self.drafter.block_inputs(anchors, self.embedding)
+        block = self.drafter.block_inputs(anchors, self.embedding, slots)
         _, _, hidden = self.stack.forward(block, self.cache, torch.tensor(rows), positions, hidden=True, causal=False)
         assert hidden is not None
         return hidden
@@ -101,13 +103,13 @@ class TorchBackbone:
             self.keys[i].index_put_((index, positions), key)
             self.values[i].index_put_((index, positions), value)
 
-    def hidden(self, rows: list[int], anchors: Tensor, positions: Tensor, bound: int | None) -> Tensor:
+    def hidden(self, rows: list[int], anchors: Tensor, positions: Tensor, bound: int | None, slots: int) -> Tensor:
         """See Backbone."""
         drafter, most = self.drafter, self.keys.shape[2]
         length = most if bound is None else min(-(-max(bound, 1) // BUCKET) * BUCKET, most)
         visible = (torch.arange(length, device=positions.device) < positions[:, None])[:, None]
-        rope = drafter.rope((positions[:, None] + torch.arange(drafter.block_size, device=positions.device))[:, None])
-        x = drafter.block_inputs(anchors[:, None], self.embedding)
+        rope = drafter.rope((positions[:, None] + torch.arange(slots, device=positions.device))[:, None])
+        x = drafter.block_inputs(anchors[:, None], self.embedding, slots)
         for i, layer in enumerate(drafter.layers):
             attn, normed = layer.self_attn, layer.input_layernorm(x)
             block = attn.key_value(normed, rope)

@@ -7,7 +7,9 @@ because a query at position p reads positions <= p only, and those were all writ
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -44,20 +46,23 @@ class KVCache:
         device: torch.device | str = "cpu",
         layout: str = "plain",
         value_dim: int | None = None,
+        zeros: Callable[..., Tensor] | None = None,
     ) -> KVCache:
         """Zeroed cache (zeros, not empty: a masked key must be finite, since 0 * NaN is NaN).
 
+        zeros: makes the buffers, called as zeros(*shape, dtype=dtype); None: torch.zeros on `device`.
         Raises ValueError if slots or max_context is below 1.
         """
         if slots < 1 or max_context < 1:
             raise ValueError(f"cache: slots={slots}, max_context={max_context}: both must be at least 1")
         assert layout in ("plain", "blocked")
         length = -(-(max_context + 1) // KEY_BLOCK) * KEY_BLOCK
-        k = torch.zeros(layers, slots, kv_heads, length, head_dim, dtype=dtype, device=device)
+        zeros = zeros or partial(torch.zeros, device=device)
+        k = zeros(layers, slots, kv_heads, length, head_dim, dtype=dtype)
         if layout == "blocked":
-            v = torch.zeros(layers, slots, kv_heads, length // KEY_BLOCK, head_dim, KEY_BLOCK, dtype=dtype, device=device)
+            v = zeros(layers, slots, kv_heads, length // KEY_BLOCK, head_dim, KEY_BLOCK, dtype=dtype)
         else:
-            v = torch.zeros(layers, slots, kv_heads, length, value_dim or head_dim, dtype=dtype, device=device)
+            v = zeros(layers, slots, kv_heads, length, value_dim or head_dim, dtype=dtype)
         return cls(k=k, v=v, max_context=max_context, layout=layout)
 
     @property

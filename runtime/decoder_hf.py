@@ -9,7 +9,7 @@ family's own forward, so an unsupported family is a clear error instead of wrong
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,7 +106,7 @@ class ModuleDecoder(Decoder):
         lists = [m for m in self.base.children() if isinstance(m, nn.ModuleList) and len(m) == self.num_layers]
         if tap_layers and not lists:
             raise ValueError(f"tap_layers: model_type {config.model_type!r} has no list of layers to read features from")
-        self.layers = lists[0] if lists else nn.ModuleList()
+        self.blocks = lists[0] if lists else nn.ModuleList()
         self._kv_heads, self._head_dim, self._value_dim = self._probe()
         self._check()
 
@@ -171,10 +171,11 @@ class ModuleDecoder(Decoder):
         last: Tensor | None,
         taps: bool,
         bound: int | None,
+        widths: Sequence[int] | None,
     ) -> DecoderOutput:
         span = Span.build(cache, rows, starts, tokens.shape[1], bound)
         tapped: dict[int, Tensor] = {}
-        hooks = [self.layers[i].register_forward_hook(_keep(tapped, i)) for i in (self.tap_layers if taps else ())]
+        hooks = [self.blocks[i].register_forward_hook(_keep(tapped, i)) for i in (self.tap_layers if taps else ())]
         if logits == "last":  # cut before the head, so that only B rows of logits exist; the family scales them itself
             hooks.append(self.head.register_forward_pre_hook(lambda _module, args: (pick_last(args[0], last),)))
         positions = span.positions.clamp(max=self.max_positions - 1)

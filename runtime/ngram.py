@@ -12,7 +12,7 @@ from torch import Tensor
 from .propose import Proposal
 from .sampling import SamplingBatch
 
-# Stands for a token the proposer was never shown (drafting was off when the row's first token was drawn).
+# Stands for a token the proposer was never shown (the row's first, when its first cycle had no draft and nobody told).
 UNKNOWN = -1
 
 
@@ -75,12 +75,17 @@ class NgramProposer:
         self._min_ngram, self._max_ngram = min_ngram, max_ngram
         self._rows: dict[int, _History] = {}
 
-    def begin(self, row: int, prompt: list[int], taps: Tensor | None = None) -> None:
-        """Index the prompt of the request that joined slot `row`."""
+    def begin(self, row: int, prompt: list[int], taps: Tensor | None = None, start: int = 0) -> None:
+        """Index the prompt of the request that joined slot `row`, whatever `start` is."""
         history = _History(self._min_ngram, self._max_ngram)
         for token in prompt:
             history.append(token)
         self._rows[row] = history
+
+    def first_token(self, row: int, token: int) -> None:
+        """Append the first token of the answer, drawn from the prefill."""
+        self._rows[row].append(token)
+        self._rows[row].needs_anchor = False
 
     def propose(self, rows: list[int], anchors: Tensor, sampling: SamplingBatch, max_slots: int) -> Proposal:
         """Draft up to max_slots tokens per row: tokens int64 [B,G], lengths int64 [B], no probs (one-hot)."""

@@ -5,6 +5,9 @@ against: a draft drawn from one tensor and tested with another is biased. Order 
 top-k, then top-p on the renormalised rest. Ties at a cut stay in (both cuts are thresholds on values), so the law depends on
 the logits alone and not on a sorting order.
 
+On a CPU, float32 and bf16 logits go through native code (kernels/sampling.cpp) where it can be built; the PyTorch code here
+defines what it computes, and serves float64, accelerators and machines without a compiler.
+
 Shapes: B batch rows, K positions per row, V vocabulary.
 """
 
@@ -12,13 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .config import SamplingParams
+from .kernels import sampling as native
 
+_FLOATS = (torch.float32, torch.bfloat16)  # logits that the native code takes
 _COLDEST = 1e-30
 # Width of the stripes of a row whose maxima are taken first, see `argmax`.
 _STRIPE = 64
@@ -31,7 +37,8 @@ class SamplingBatch:
 
     temperature float32 [B], top_k int64 [B], top_p float32 [B], seeds int64 [B], positions int64 [B] (committed length of the
     row = absolute position of its anchor). all_greedy / any_greedy: temperature 0 in all / some rows. max_top_k: the largest
-    top_k in use, 0 where no row has one. any_top_p: some row has top_p < 1. max_position: the largest position (None: unknown).
+    top_k in use, 0 where no row has one. any_top_p: some row has top_p < 1. max_position: no position is larger (None:
+    unknown). params: the settings the rows were built from (empty: unknown).
     """
 
     temperature: Tensor
@@ -44,26 +51,21 @@ class SamplingBatch:
     max_top_k: int | None = None
     any_top_p: bool | None = None
     max_position: int | None = None
+    params: tuple[SamplingParams, ...] = ()
 
     @classmethod
     def build(
         cls, params: Sequence[SamplingParams], positions: Sequence[int] | Tensor, device: torch.device | str = "cpu"
     ) -> SamplingBatch:
         """One row per request. A greedy row drops its truncation: it cannot change the arg-max."""
-        hot = [p.temperature > 0 for p in params]
-        top_k = [p.top_k if h else 0 for p, h in zip(params, hot, strict=True)]
-        top_p = [p.top_p if h else 1.0 for p, h in zip(params, hot, strict=True)]
         return cls(
             temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-            top_k=torch.tensor(top_k, dtype=torch.int64, device=device),
-            top_p=torch.tensor(top_p, dtype=torch.float32, device=device),
+            top_k=torch.tensor([_top_k(p) for p in params], dtype=torch.int64, device=device),
+            top_p=torch.tensor([_top_p(p) for p in params], dtype=torch.float32, device=device),
             seeds=torch.tensor([p.seed for p in params], dtype=torch.int64, device=device),
             positions=torch.as_tensor(positions, dtype=torch.int64, device=device),
-            all_greedy=not any(hot),
-            any_greedy=not all(hot),
-            max_top_k=max(top_k, default=0),
-            any_top_p=any(p < 1 for p in top_p),
             max_position=None if isinstance(positions, Tensor) else max(positions, default=0),
+            **_facts(params),
         )
 
     def at(self, positions: Sequence[int] | Tensor) -> SamplingBatch:
@@ -71,9 +73,25 @@ class SamplingBatch:
         moved = torch.as_tensor(positions, dtype=torch.int64, device=self.positions.device)
         return replace(self, positions=moved, max_position=None if isinstance(positions, Tensor) else max(positions, default=0))
 
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """`probabilities` with the settings of these rows: logits [B,K,V] -> float32 [B,K,V]."""
-        return probabilities(
+    def select(self, index: Sequence[int]) -> SamplingBatch:
+        """The rows at `index` (host integers), in that order."""
+        index = list(index)
+        if index == list(range(len(self.temperature))):
+            return self
+        at = torch.tensor(index, dtype=torch.int64, device=self.temperature.device)
+        moved = {name: getattr(self, name)[at] for name in ("temperature", "top_k", "top_p", "seeds", "positions")}
+        # Without the settings, what holds for all rows (or is an upper bound for them) is kept: still true of these.
+        facts = _facts([self.params[i] for i in index]) if self.params else {}
+        return replace(self, **moved, **facts)
+
+    def probabilities(self, logits: Tensor, widths: Sequence[int] | None = None) -> Tensor:
+        """`probabilities` with the settings of these rows: logits [B,K,V] -> float32 [B,K,V].
+
+        widths: host integers; what stands at or after position widths[b] of a row is undefined (None: all positions live).
+        """
+        if native.usable(logits, dtypes=_FLOATS):
+            return native.law(logits, *self.native_settings(), widths=widths)[0]
+        return _probabilities(
             logits,
             self.temperature,
             self.top_k,
@@ -82,6 +100,50 @@ class SamplingBatch:
             max_top_k=self.max_top_k,
             any_top_p=self.any_top_p,
         )
+
+    def sample(self, logits: Tensor, u: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """One token per row and the law it was drawn from: logits [B,V], u [B] -> (int64 [B], law [B,V]).
+
+        The same bits as `draw(probabilities(...))`, in one native call where there is one. The law is written to `out` if given
+        (float32 [B,V], any row stride), which is then the law returned.
+        """
+        if native.usable(logits, dtypes=_FLOATS) and native.usable(u):
+            target = None if out is None else out[:, None]
+            law, tokens = native.law(logits[:, None], *self.native_settings(), u=u[:, None], out=target)
+            assert tokens is not None
+            return tokens[:, 0], law[:, 0]
+        law = self.probabilities(logits[:, None])[:, 0]
+        if out is not None:
+            law = out.copy_(law)
+        return draw(law, u), law
+
+    def native_settings(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """temperature, top_k, top_p as kernels.sampling takes them: None for a truncation that no row uses."""
+        return (
+            self.temperature,
+            None if self.max_top_k == 0 else self.top_k,
+            self.top_p if self.any_top_p is not False else None,
+        )
+
+
+def _top_k(params: SamplingParams) -> int:
+    return params.top_k if params.temperature > 0 else 0
+
+
+def _top_p(params: SamplingParams) -> float:
+    return params.top_p if params.temperature > 0 else 1.0
+
+
+def _facts(params: Sequence[SamplingParams]) -> dict[str, Any]:
+    """What the host knows of rows with these settings."""
+    hot = [p.temperature > 0 for p in params]
+    return {
+        "all_greedy": not any(hot),
+        "any_greedy": not all(hot),
+        "max_top_k": max(map(_top_k, params), default=0),
+        "any_top_p": any(_top_p(p) < 1 for p in params),
+        "params": tuple(params),
+    }
 
 
 def probabilities(
@@ -102,6 +164,21 @@ def probabilities(
     any_greedy, max_top_k, any_top_p are what the host knows of the settings; None reads it from CPU tensors, and on an
     accelerator takes the general path rather than wait for the device.
     """
+    if native.usable(logits, dtypes=_FLOATS) and native.usable(temperature, top_p):
+        return native.law(logits, temperature, None if max_top_k == 0 else top_k, None if any_top_p is False else top_p)[0]
+    return _probabilities(logits, temperature, top_k, top_p, any_greedy=any_greedy, max_top_k=max_top_k, any_top_p=any_top_p)
+
+
+def _probabilities(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    *,
+    any_greedy: bool | None = None,
+    max_top_k: int | None = None,
+    any_top_p: bool | None = None,
+) -> Tensor:
     on_host = temperature.device.type == "cpu"
     if any_greedy is None:
         any_greedy = bool((temperature == 0).any()) if on_host else True
@@ -119,7 +196,7 @@ def probabilities(
     if any_top_p:
         probs = _cut_top_p(probs, top_p)
     if any_greedy:
-        certain = torch.zeros_like(probs).scatter_(-1, argmax(logits).unsqueeze(-1), 1.0)
+        certain = torch.zeros_like(probs).scatter_(-1, _argmax(logits).unsqueeze(-1), 1.0)
         probs = torch.where(heat > 0, probs, certain)
     return probs
 
@@ -150,11 +227,19 @@ def _descending(values: Tensor) -> Tensor:
     return values.sort(dim=-1, descending=True).values
 
 
-def argmax(logits: Tensor) -> Tensor:
+def argmax(logits: Tensor, widths: Sequence[int] | None = None) -> Tensor:
     """First largest entry of each row: [..., V] -> int64 [...].
 
-    In two stages, stripe maxima first: over a long row on a CPU, arg-max is several times slower than a plain maximum.
+    widths (for [B,K,V]): host integers; at or after position widths[b] any index may stand, though a valid one.
     """
+    if logits.dim() <= 3 and logits.shape[-1] and native.usable(logits, dtypes=_FLOATS):
+        rows = logits.reshape(-1, 1, logits.shape[-1]) if logits.dim() < 3 else logits
+        return native.argmax(rows, widths).view(logits.shape[:-1])
+    return _argmax(logits)
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    """In two stages, stripe maxima first: over a long row on a CPU, arg-max is several times slower than a plain maximum."""
     vocab = logits.shape[-1]
     if logits.device.type != "cpu" or vocab % _STRIPE or vocab == _STRIPE or logits.numel() < _LONG:
         return logits.argmax(-1)
@@ -171,6 +256,12 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
     of probability 0 is never returned.
     """
     assert probs.shape[:-1] == u.shape, (probs.shape, u.shape)
+    if native.usable(probs, u):
+        return native.draw(probs, u)
+    return _draw(probs, u)
+
+
+def _draw(probs: Tensor, u: Tensor) -> Tensor:
     cdf = probs.cumsum(-1)
     # u * total < total in floating point for every u < 1, hence some entry lies above the goal.
     goal = u.to(probs.dtype).unsqueeze(-1) * cdf[..., -1:]

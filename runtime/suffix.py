@@ -149,12 +149,17 @@ class SuffixProposer:
         self._corpus_size = 0
         self._version = 0
 
-    def begin(self, row: int, prompt: list[int], taps: Tensor | None = None) -> None:
-        """Index the prompt of the request that joined slot `row`."""
+    def begin(self, row: int, prompt: list[int], taps: Tensor | None = None, start: int = 0) -> None:
+        """Index the prompt of the request that joined slot `row`, whatever `start` is."""
         state = _Row()
         self._rows[row] = state
         self._extend(state, prompt)
         state.prompt_length = len(prompt)
+
+    def first_token(self, row: int, token: int) -> None:
+        """Append the first token of the answer, drawn from the prefill."""
+        self._rows[row].needs_anchor = False
+        self._extend(self._rows[row], [token])
 
     def propose(self, rows: list[int], anchors: Tensor, sampling: SamplingBatch, max_slots: int) -> Proposal:
         """Draft up to max_slots tokens per row: tokens int64 [B,G], lengths int64 [B], survival float32 [B,G]."""

@@ -9,6 +9,9 @@ Shapes: B rows, G draft slots, V target vocabulary, Vd draft vocabulary. Slot k 
 target law is p[:, k]; p[:, G] is the bonus law. Slots at or after lengths[b] are ignored whatever they hold; so is
 everything from the first negative token on (padding). Computed in the dtype of p (float32 in serving). Nothing waits for the
 device.
+
+float32 on a CPU runs in native code where it can be built (kernels/verify.cpp), with the same results up to rounding; the
+PyTorch code here defines what it computes, and serves float64, accelerators and machines without a compiler.
 """
 
 from __future__ import annotations
@@ -18,6 +21,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .kernels import sampling as native
+from .sampling import draw
 
 # Where p and q agree to rounding, (p - q)+ is noise: below this mass the next token is drawn from p.
 RESIDUAL_FLOOR = 1e-8
@@ -45,6 +51,8 @@ def greedy(argmax: Tensor, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Ten
     argmax int64 [B,G+1], tokens int64 [B,G], lengths int64 [B]. Returns accepted int64 [B] and the next token int64 [B].
     """
     assert argmax.shape[1] == tokens.shape[1] + 1, (argmax.shape, tokens.shape)
+    if native.usable(argmax, tokens, lengths, dtypes=(torch.int64,)):
+        return native.greedy(argmax, tokens, lengths)
     accepted = prefix_length((argmax[:, :-1] == tokens) & _alive(tokens, lengths))
     return accepted, argmax.gather(1, accepted[:, None]).squeeze(1)
 
@@ -62,7 +70,10 @@ def token_wise(
     p [B,G+1,V]; q [B,G,Vd] or None (the drafts were certain); tokens int64 [B,G] in target ids; lengths int64 [B];
     uniforms [B,G] in (0,1); draft_ids int64 [Vd]: target id of each column of q (None: Vd = V).
     """
-    lengths = _valid_lengths(p, q, tokens, lengths, draft_ids)
+    _check(p, q, tokens, lengths, draft_ids)
+    if native.usable(p, q, uniforms):
+        return _native_verdict(False, p, q, tokens, lengths, uniforms, draft_ids)
+    lengths = _valid_lengths(tokens, lengths)
     thresholds = token_wise_thresholds(p, q, tokens, lengths, draft_ids)
     accepted = prefix_length(uniforms <= thresholds)
     return Verdict(accepted, _residual(p, q, tokens, lengths, draft_ids, accepted, None))
@@ -82,7 +93,10 @@ def block(
     Z_i = sum_v (P_i p_{i+1}(v) - q_{i+1}(v))+ : h_i = Z_i / (Z_i + 1 - P_i) before the last draft (0/0 = 1), h = P at the last.
     The next token follows (P_i p_{i+1} - q_{i+1})+ normalised, or p after the last draft.
     """
-    lengths = _valid_lengths(p, q, tokens, lengths, draft_ids)
+    _check(p, q, tokens, lengths, draft_ids)
+    if native.usable(p, q, uniforms):
+        return _native_verdict(True, p, q, tokens, lengths, uniforms, draft_ids)
+    lengths = _valid_lengths(tokens, lengths)
     thresholds, reach = block_thresholds(p, q, tokens, lengths, draft_ids)
     slots = torch.arange(1, tokens.shape[1] + 1, device=p.device)
     # Not the first failure: a later slot that passes overrides the earlier ones that did not.
@@ -94,10 +108,53 @@ Rule = Callable[..., Verdict]
 RULES: dict[str, Rule] = {"token": token_wise, "block": block}
 
 
+def verify_and_draw(
+    rule: str,
+    p: Tensor,
+    q: Tensor | None,
+    tokens: Tensor,
+    lengths: Tensor,
+    uniforms: Tensor,
+    emit: Tensor,
+    draft_ids: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A rule of `RULES` and the draw of the token after the accepted drafts: (accepted int64 [B], next int64 [B]).
+
+    Arguments as in `token_wise`; emit [B] in (0,1) is the uniform of that draw. rows int64 [B]: which rows of p belong to the
+    B drafts (None: p has B rows, in order), so that a part of a batch is verified without a copy of its laws. In native code
+    the residual is never stored, and the block rule looks only at the slots that can decide.
+    """
+    if native.usable(p, q, uniforms, emit):
+        _check(p, q, tokens, lengths, draft_ids, rows)
+        out = torch.empty(2, len(tokens), dtype=torch.int64)
+        native.verify(
+            rule == "block", p, q, tokens, lengths, draft_ids, uniforms=uniforms, emit=emit, rows=rows,
+            accepted=out[0], following=out[1],
+        )  # fmt: skip
+        return out[0], out[1]
+    verdict = RULES[rule](p if rows is None else p[rows], q, tokens, lengths, uniforms, draft_ids)
+    return verdict.accepted, draw(verdict.residual, emit)
+
+
+def _native_verdict(
+    is_block: bool, p: Tensor, q: Tensor | None, tokens: Tensor, lengths: Tensor, uniforms: Tensor, draft_ids: Tensor | None
+) -> Verdict:
+    verdict = Verdict(torch.empty_like(lengths), torch.empty(len(tokens), p.shape[-1], dtype=torch.float32))
+    native.verify(
+        is_block, p, q, tokens, lengths, draft_ids, uniforms=uniforms, accepted=verdict.accepted, residual=verdict.residual
+    )
+    return verdict
+
+
 def token_wise_thresholds(
     p: Tensor, q: Tensor | None, tokens: Tensor, lengths: Tensor, draft_ids: Tensor | None = None
 ) -> Tensor:
     """min(1, p/q) at the drafted tokens, 0 in dead slots: [B,G]. Arguments as in `token_wise`."""
+    if native.usable(p, q):
+        thresholds = torch.empty(tokens.shape, dtype=torch.float32)
+        native.verify(False, p, q, tokens, lengths, draft_ids, thresholds=thresholds)
+        return thresholds
     return _ratios(p, q, tokens, lengths, draft_ids)[0].clamp(max=1)
 
 
@@ -106,6 +163,10 @@ def block_thresholds(
 ) -> tuple[Tensor, Tensor]:
     """(h_1..h_G [B,G], 0 in dead slots; P_0..P_G [B,G+1]) of the block rule. Arguments as in `token_wise`."""
     batch, num_slots = tokens.shape
+    if native.usable(p, q):
+        outputs = torch.empty(tokens.shape, dtype=torch.float32), torch.empty(batch, num_slots + 1, dtype=torch.float32)
+        native.verify(True, p, q, tokens, lengths, draft_ids, thresholds=outputs[0], reach=outputs[1])
+        return outputs
     ratios, at_token = _ratios(p, q, tokens, lengths, draft_ids)
     steps = [ratios.new_ones(batch)]
     for slot in range(num_slots):  # at most 16 steps on [B]: the running minimum has no closed form free of logarithms
@@ -127,13 +188,19 @@ def _alive(tokens: Tensor, lengths: Tensor) -> Tensor:
     return slots < lengths[:, None]
 
 
-def _valid_lengths(p: Tensor, q: Tensor | None, tokens: Tensor, lengths: Tensor, draft_ids: Tensor | None) -> Tensor:
+def _check(
+    p: Tensor, q: Tensor | None, tokens: Tensor, lengths: Tensor, draft_ids: Tensor | None, rows: Tensor | None = None
+) -> None:
     batch, num_slots = tokens.shape
-    vocab = p.shape[-1]
-    assert p.shape == (batch, num_slots + 1, vocab) and lengths.shape == (batch,), (p.shape, tokens.shape, lengths.shape)
+    vocab, laws = p.shape[-1], batch if rows is None else p.shape[0]
+    assert p.shape == (laws, num_slots + 1, vocab) and lengths.shape == (batch,), (p.shape, tokens.shape, lengths.shape)
+    assert rows is None or rows.shape == (batch,)
     if q is not None:
         columns = vocab if draft_ids is None else draft_ids.shape[0]
         assert q.shape == (batch, num_slots, columns) and q.dtype == p.dtype, (q.shape, q.dtype, p.shape, p.dtype)
+
+
+def _valid_lengths(tokens: Tensor, lengths: Tensor) -> Tensor:
     # A negative id is padding, not a draft: the chain ends there, and the next token is drawn from p itself.
     return torch.minimum(lengths, prefix_length(tokens >= 0))
 

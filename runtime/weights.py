@@ -111,8 +111,11 @@ def _layer(layer: nn.Module, cast: Callable[[Tensor | None], Any]) -> LayerWeigh
 
 
 @torch.no_grad()
-def stack_weights(model: nn.Module, dtype: torch.dtype) -> StackWeights:
-    """Merge q/k/v and gate/up of every layer, in `dtype` (embedding and head share the model's memory if it agrees)."""
+def stack_weights(model: nn.Module, dtype: torch.dtype, layers: tuple[int, ...] | None = None) -> StackWeights:
+    """Merge q/k/v and gate/up of every layer, in `dtype` (embedding and head share the model's memory if it agrees).
+
+    layers: only these, in this order; None: all.
+    """
     assert unfused_reason(model) is None
 
     def cast(tensor: Tensor | None) -> Tensor | None:
@@ -124,7 +127,7 @@ def stack_weights(model: nn.Module, dtype: torch.dtype) -> StackWeights:
     rotary = base.rotary_emb
     inv_freq = getattr(rotary, "original_inv_freq", rotary.inv_freq)
     return StackWeights(
-        layers=[_layer(layer, cast) for layer in base.layers],
+        layers=[_layer(base.layers[i], cast) for i in (range(len(base.layers)) if layers is None else layers)],
         embedding=embedding,
         final_norm=cast(base.norm.weight),
         head=embedding if tied else cast(model.lm_head.weight),

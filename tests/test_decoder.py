@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -183,3 +185,48 @@ def test_smollm2(backend: str):
     torch.testing.assert_close(torch.cat((first, rest.logits), 1), want, atol=3e-4, rtol=1e-5)
     features = target.features(ids, None, (1, 20)).taps[:, 6:]
     torch.testing.assert_close(rest.taps, features, atol=1e-2, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["torch", "kernels"])
+@pytest.mark.parametrize("case", ["llama-head32", "qwen3", "mistral-sliding"])
+def test_subset_of_layers(case: str, backend: str):
+    """All layers: the full decoder. Some: a model made of only those, with the taps under the target's own indices."""
+    model = tiny_model(CASES[case][0], **(CASES[case][1] | dict(num_hidden_layers=5)))
+    build = partial(Decoder.from_target, model, dtype=torch.float32, backend=backend)
+    try:
+        full = build(tap_layers=(3,))
+    except ValueError as error:
+        pytest.skip(str(error))
+    tokens = tokens_of(2, 20)
+    whole = full.forward(tokens, full.new_cache(2, 32), [0, 1], [0, 0]).logits
+    for same in (build(layers=(0, 1, 2, 3, 4)), full.subset((0, 1, 2, 3, 4))):
+        assert torch.equal(same.forward(tokens, same.new_cache(2, 32), [0, 1], [0, 0]).logits, whole)
+    fewer = copy.deepcopy(model)
+    fewer.model.layers = torch.nn.ModuleList(fewer.model.layers[i] for i in (0, 3, 4))
+    fewer.config.num_hidden_layers = 3
+    want, want_taps = reference(fewer, tokens, (1,))
+    part = build(layers=(0, 3, 4), tap_layers=(3,))
+    shared = full.subset((0, 2, 3, 4)).subset((0, 3, 4))
+    for decoder in (part, shared):
+        cache = decoder.new_cache(2, 32)
+        assert decoder.layers == (0, 3, 4) and decoder.num_layers == cache.k.shape[0] == 3
+        decoder.forward(tokens[:, :11], cache, [0, 1], [0, 0], logits="none")
+        got = decoder.forward(tokens[:, 11:], cache, [0, 1], [11, 11], taps=True)
+        torch.testing.assert_close(got.logits, want[:, 11:], atol=1e-4, rtol=0)
+        if decoder is part:
+            torch.testing.assert_close(got.taps, want_taps[:, 11:], atol=1e-4, rtol=1e-5)
+    again = full.forward(tokens, full.new_cache(2, 32), [0, 1], [0, 0], taps=True)
+    assert torch.equal(again.logits, whole) and again.taps is not None
+
+
+def test_bad_subsets():
+    model = tiny_model("llama", head_dim=32)
+    for layers in ((), (3,), (1, 0), (0, 0), (-1,)):
+        with pytest.raises(ValueError, match=r"layers: .* increasing indices in \[0, 2\]"):
+            Decoder.from_target(model, dtype=torch.float32, layers=layers)
+    with pytest.raises(ValueError, match=r"tap_layers: 1: must be one of \(0, 2\)"):
+        Decoder.from_target(model, dtype=torch.float32, layers=(0, 2), tap_layers=(1,))
+    with pytest.raises(ValueError, match="needs a fused family"):
+        Decoder.from_target(tiny_model("phi3"), dtype=torch.float32, layers=(0,))
+    with pytest.raises(ValueError, match="needs a fused family"):
+        Decoder.from_target(tiny_model("phi3"), dtype=torch.float32).subset((0,))

@@ -210,17 +210,25 @@ def test_the_chain_depends_on_the_token_drafted_before():
         assert changed.tolist() == [False, False, head != "none", after, after], head
 
 
-def test_fewer_slots_are_the_first_ones_and_truncation_shapes_q():
+def test_fewer_slots_are_a_shorter_block_or_the_first_of_a_whole_one():
     drafter, heads = tiny_drafter()
-    proposer = DSparkProposer(drafter, heads, slots=1, max_context=40)
-    with torch.no_grad():
-        proposer.begin(0, [5] * 9, noise(9, 128))
-        params = SamplingParams(temperature=0.8, top_k=4, seed=3)
-        batch = SamplingBatch.build([params], [9])
-        full, cut = (proposer.propose([0], torch.tensor([7]), batch, n) for n in (5, 2))
+    taps, anchor = noise(9, 128), torch.tensor([7])
+    params = SamplingParams(temperature=0.8, top_k=4, seed=3)
+    batch = SamplingBatch.build([params], [9])
+
+    def draft(slots: int, whole: bool):
+        proposer = DSparkProposer(drafter, heads, slots=1, max_context=40, whole_block=whole)
+        proposer.begin(0, [5] * 9, taps)
+        return proposer.propose([0], anchor, batch, slots)
+
+    full, cut, short = draft(5, True), draft(2, True), draft(2, False)
     assert torch.equal(full.tokens[:, :2], cut.tokens) and torch.equal(full.probs[:, :2], cut.probs)
+    assert torch.equal(draft(5, False).probs, full.probs)
     assert ((full.probs > 0).sum(-1) == 4).all()
     assert (full.probs.gather(-1, full.tokens[..., None]) > 0).all()
+    assert not torch.equal(short.probs, cut.probs)
+    drafter.block_size = 2
+    assert torch.equal(draft(2, True).probs, short.probs)
 
 
 def test_survival_depends_on_the_token_before_and_never_on_its_own():

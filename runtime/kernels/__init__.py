@@ -5,6 +5,7 @@ Batch-invariant: the bits of a row's result depend on that row alone, not on bat
     available(dtype) -> bool
     PackedLinear(weight [N,K], bias [N] | None)(x [..., K]) -> [..., N]
     FusedStack(...)  (kernels/stack.py): decoder layers over a static cache in one call
+    kernels/sampling.py: laws, arg-max, draws, verification rules and a drafter's serial chain
 
 The first use compiles them in a few seconds ($DRAFTSMITH_CACHE/kernels). Without a compiler or AVX-512 everything else
 works on PyTorch's own kernels. DRAFTSMITH_KERNELS=0 switches them off.

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-SOURCES = ("common.h", "linear.h", "attention.h", "forward.cpp")
+SOURCES = ("common.h", "linear.h", "attention.h", "model.h", "rows.h", "forward.cpp", "sampling.cpp", "verify.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fno-strict-aliasing", "-ffp-contract=off")
 
 
@@ -47,13 +47,13 @@ def _compile(target: Path) -> None:
     if not compiler:
         raise KernelError("no C++ compiler found (install g++ to get them)")
     target.parent.mkdir(parents=True, exist_ok=True)
-    source = Path(__file__).parent / "forward.cpp"
+    sources = [str(Path(__file__).parent / name) for name in SOURCES if name.endswith(".cpp")]
     # compile beside the target and rename: processes racing here each install a complete library
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / "kernels.so"
         try:
             result = subprocess.run(
-                [*compiler.split(), *FLAGS, str(source), "-o", str(built)],
+                [*compiler.split(), *FLAGS, *sources, "-o", str(built)],
                 capture_output=True,
                 text=True,
                 timeout=300,
@@ -100,6 +100,12 @@ def _declare(lib: ctypes.CDLL) -> None:
         ("ds_model_free", None, [i64, ptr]),
         ("ds_forward", None, [i64, ptr, ptr]),
         ("ds_read", ctypes.c_float, [ptr, i64, i64]),
+        ("ds_law", None, [i64, ptr]),
+        ("ds_draw", None, [ptr]),
+        ("ds_chain", None, [ptr]),
+        ("ds_verify", i64, [ptr]),
+        ("ds_greedy", None, [ptr, ptr, ptr, i64, i64, ptr, ptr]),
+        ("ds_uniforms", None, [ptr, ptr, i64, i64, i64, ptr]),
     ):
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments

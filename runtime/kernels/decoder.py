@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..cache import KVCache
-from ..decoder import Decoder, DecoderOutput
+from ..decoder import Decoder, DecoderOutput, check_layers
 from ..weights import StackWeights
 from .stack import FusedStack
 
@@ -16,7 +19,14 @@ class KernelDecoder(Decoder):
 
     backend = "kernels"
 
-    def __init__(self, weights: StackWeights, *, dtype: torch.dtype, tap_layers: tuple[int, ...] = ()):
+    def __init__(
+        self,
+        weights: StackWeights,
+        *,
+        dtype: torch.dtype,
+        tap_layers: tuple[int, ...] = (),
+        layers: tuple[int, ...] | None = None,
+    ):
         super().__init__(
             vocab_size=weights.head.shape[0],
             hidden_size=weights.embedding.shape[1],
@@ -25,6 +35,7 @@ class KernelDecoder(Decoder):
             tap_layers=tap_layers,
             device=weights.embedding.device,
             dtype=dtype,
+            layers=layers,
         )
         self.stack = FusedStack(
             weights.layers,
@@ -39,12 +50,21 @@ class KernelDecoder(Decoder):
             inv_freq=weights.inv_freq,
             rope_scale=weights.rope_scale,
         )
-        self._taps = torch.tensor(self.tap_layers, dtype=torch.int64) if self.tap_layers else None
+        taps = [self.layers.index(tap) for tap in self.tap_layers]
+        self._taps = torch.tensor(taps, dtype=torch.int64) if taps else None
 
     def new_cache(self, slots: int, max_context: int) -> KVCache:
         """See Decoder.new_cache."""
         self.check_context(max_context)
         return self.stack.new_cache(slots, max_context)
+
+    def subset(self, layers: tuple[int, ...]) -> Decoder:
+        """See Decoder.subset."""
+        other = copy.copy(self)
+        other.layers = check_layers(layers, self.layers)
+        other.num_layers, other.tap_layers, other._taps = len(other.layers), (), None
+        other.stack = self.stack.subset([self.layers.index(i) for i in other.layers])
+        return other
 
     def _forward(
         self,
@@ -56,6 +76,7 @@ class KernelDecoder(Decoder):
         last: Tensor | None,
         taps: bool,
         bound: int | None,
+        widths: Sequence[int] | None,
     ) -> DecoderOutput:
         assert tokens.numel() == 0 or int(tokens.min()) >= 0 and int(tokens.max()) < self.vocab_size
         scores, tapped, _ = self.stack.forward(
@@ -66,5 +87,6 @@ class KernelDecoder(Decoder):
             logits=logits,
             last=None if last is None else torch.as_tensor(last, dtype=torch.int64),
             tap_layers=self._taps if taps else None,
+            widths=widths,
         )
         return DecoderOutput(scores, tapped)

@@ -9,23 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .build import available, library, problem
+from .memory import Arena, zeros
 
 
-def aligned_empty(elements: int, dtype: torch.dtype) -> Tensor:
-    """1-D tensor on a 64-byte boundary (one cache line, one vector)."""
-    size = torch.empty(0, dtype=dtype).element_size()
-    raw = torch.empty(elements * size + 64, dtype=torch.uint8)
-    skip = -raw.data_ptr() % 64
-    return raw[skip : skip + elements * size].view(dtype)
-
-
-def pack(weight: Tensor) -> Tensor:
-    """Weight [N,K] (float32 or bf16, CPU) -> packed 1-D tensor; layout in linear.h."""
+def pack(weight: Tensor, arena: Arena | None = None) -> Tensor:
+    """Weight [N,K] (float32 or bf16, CPU) -> packed 1-D tensor, from `arena` if given; layout in linear.h."""
     assert weight.dim() == 2 and weight.device.type == "cpu"
     weight = weight.detach().contiguous()
     rows, columns = weight.shape
     lib = library()
-    packed = aligned_empty(lib.ds_packed_size(weight.element_size(), rows, columns), weight.dtype)
+    size = lib.ds_packed_size(weight.element_size(), rows, columns)
+    packed = zeros(size, dtype=weight.dtype) if arena is None else arena.empty(size, weight.dtype)
     lib.ds_pack(weight.element_size(), weight.data_ptr(), rows, columns, packed.data_ptr(), torch.get_num_threads())
     return packed
 
@@ -73,7 +67,7 @@ class PackedLinear:
 
 def read_bandwidth(nbytes: int, repeats: int = 9) -> float:
     """Measured read bandwidth in bytes per second: median over passes through a buffer of `nbytes`, all threads."""
-    buffer = aligned_empty(nbytes // 4, torch.float32).fill_(1.0)
+    buffer = zeros(nbytes // 4, dtype=torch.float32).fill_(1.0)
     threads, times = torch.get_num_threads(), []
     for _ in range(repeats + 1):
         begin = time.perf_counter()

@@ -6,8 +6,10 @@ cached keys and values, and the attention weights are rounded to bf16. float32 h
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import weakref
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,7 @@ from ..cache import KVCache
 from ..weights import LayerWeights
 from .build import library
 from .linear import pack
+from .memory import Arena, zeros
 
 _I64, _PTR, _F32 = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
@@ -76,6 +79,7 @@ class _ForwardArgs(ctypes.Structure):
             (name, _I64)
             for name in ("batch", "width", "slots", "length", "num_taps", "threads", "causal", "only_last", "kv_only")
         ),
+        ("widths", _PTR),
     ]
 
 
@@ -117,9 +121,10 @@ class FusedStack:
         self._inv_freq, self._rope_scale = inv_freq.float().cpu(), rope_scale
         self._cos = self._sin = torch.empty(0, head_dim // 2)
         self._keep: list[Tensor] = []
+        self._arena = Arena()
         mlp = -(-layers[0].down.shape[1] // 32) * 32
-        native = (_LayerArgs * len(layers))(*(self._layer(layer, mlp) for layer in layers))
-        args = _ModelArgs(
+        self._layers = [self._layer(layer, mlp) for layer in layers]
+        self._args = _ModelArgs(
             hidden=self.hidden_size,
             heads=num_heads,
             kv_heads=num_kv_heads,
@@ -130,13 +135,26 @@ class FusedStack:
             eps=eps,
             scale=attention_scale,
             embedding=self._hold(embedding),
-            head=None if head is None else self._hold(pack(head)),
+            head=None if head is None else self._hold(pack(head, self._arena)),
             final_norm=self._float(final_norm),
         )
         self._bytes = weight.element_size()
         self._lib = library()
-        self._model = self._lib.ds_model_new(self._bytes, ctypes.byref(args), native)
+        self._create()
+
+    def _create(self) -> None:
+        native = (_LayerArgs * len(self._layers))(*self._layers)
+        self._model = self._lib.ds_model_new(self._bytes, ctypes.byref(self._args), native)
         weakref.finalize(self, self._lib.ds_model_free, self._bytes, self._model)
+
+    def subset(self, layers: list[int]) -> FusedStack:
+        """A stack of only these layers that shares this one's packed weights. Its caches are its own."""
+        other = copy.copy(self)
+        other.num_layers, other._layers = len(layers), [self._layers[i] for i in layers]
+        other._args = _ModelArgs.from_buffer_copy(self._args)
+        other._args.layers = len(layers)
+        other._create()
+        return other
 
     def _hold(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
@@ -151,10 +169,10 @@ class FusedStack:
     def _layer(self, w: LayerWeights, mlp: int) -> _LayerArgs:
         bias = None if w.gate_up_bias is None else _interleave(w.gate_up_bias, mlp)
         return _LayerArgs(
-            qkv=self._hold(pack(w.qkv)),
-            out=self._hold(pack(w.out)),
-            gate_up=self._hold(pack(_interleave(w.gate_up, mlp))),
-            down=self._hold(pack(F.pad(w.down, (0, mlp - w.down.shape[1])))),
+            qkv=self._hold(pack(w.qkv, self._arena)),
+            out=self._hold(pack(w.out, self._arena)),
+            gate_up=self._hold(pack(_interleave(w.gate_up, mlp), self._arena)),
+            down=self._hold(pack(F.pad(w.down, (0, mlp - w.down.shape[1])), self._arena)),
             qkv_bias=self._float(w.qkv_bias),
             out_bias=self._float(w.out_bias),
             gate_up_bias=self._float(bias),
@@ -176,6 +194,7 @@ class FusedStack:
             max_context=max_context,
             dtype=self.dtype,
             layout="blocked",
+            zeros=zeros,
         )
         if cache.length > self._cos.shape[0]:
             angles = torch.arange(cache.length).float()[:, None] * self._inv_freq
@@ -194,11 +213,14 @@ class FusedStack:
         tap_layers: Tensor | None = None,
         hidden: bool = False,
         causal: bool = True,
+        widths: Sequence[int] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """source: tokens int64 [B,W], or states [B,W,H] in the stack's dtype; rows, starts, last: int64 [B].
 
         Returns (logits float32 [B,W,V] | [B,1,V] | None, taps [B,W,n*H] | None, states after the final norm [B,W,H] | None).
         causal=False: the W new tokens of a row all see each other (and everything before them): a draft block.
+        widths[b] in 1 .. W: row b has that many entries, the rest of it costs nothing, writes no keys and values, and its
+        outputs are uninitialised memory. The live outputs are those of each row run alone at its own width.
         """
         batch, width = source.shape[:2]
         shape = {"none": None, "last": (batch, 1, self.vocab_size), "all": (batch, width, self.vocab_size)}[logits]
@@ -218,12 +240,18 @@ class FusedStack:
             tap_layers=tap_layers,
             causal=causal,
             only_last=logits == "last",
+            widths=widths,
         )
         return scores, taps, states
 
-    def write_context(self, features: Tensor, cache: KVCache, rows: Tensor, starts: Tensor) -> None:
-        """Keys and values of features [B,W,H] (already normed) in every layer, at starts[b] .. starts[b] + W - 1."""
-        self._run(features, cache, rows, starts, kv_only=True)
+    def write_context(
+        self, features: Tensor, cache: KVCache, rows: Tensor, starts: Tensor, *, widths: Sequence[int] | None = None
+    ) -> None:
+        """Keys and values of features [B,W,H] (already normed) in every layer, at starts[b] .. starts[b] + widths[b] - 1.
+
+        widths: see forward; None: all W.
+        """
+        self._run(features, cache, rows, starts, kv_only=True, widths=widths)
 
     def _run(
         self,
@@ -240,17 +268,21 @@ class FusedStack:
         causal: bool = True,
         only_last: bool = False,
         kv_only: bool = False,
+        widths: Sequence[int] | None = None,
     ) -> None:
         assert cache.layout == "blocked" and cache.k.dtype == self.dtype and cache.length <= self._cos.shape[0]
         tokens = source.dtype == torch.int64
         assert tokens or (source.dtype == self.dtype and source.shape[-1] == self.hidden_size)
         source, (batch, width) = source.contiguous(), source.shape[:2]
+        live = None if widths is None else torch.tensor(list(widths), dtype=torch.int64)
         index = [None if t is None else t.to(torch.int64).contiguous() for t in (rows, starts, last, tap_layers)]
         if batch == 0 or width == 0:
             return
         # the native code trusts these
         assert index[0] is not None and int(index[0].min()) >= 0 and int(index[0].max()) < cache.slots
         assert index[1] is not None and int(index[1].min()) >= 0 and len(index[0]) == len(index[1]) == batch
+        assert live is None or len(live) == batch and int(live.min()) >= 1 and int(live.max()) <= width
+        assert index[2] is None or bool((index[2] < (width if live is None else live)).all())
         args = _ForwardArgs(
             tokens=_pointer(source) if tokens else None,
             input=None if tokens else _pointer(source),
@@ -274,5 +306,6 @@ class FusedStack:
             causal=int(causal),
             only_last=int(only_last),
             kv_only=int(kv_only),
+            widths=_pointer(live),
         )
         self._lib.ds_forward(self._bytes, self._model, ctypes.byref(args))
