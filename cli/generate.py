@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..runtime.config import SamplingParams
+from ..runtime.config import ProposerConfig, SamplingParams
 
 if TYPE_CHECKING:
     from ..runtime.engine import CycleRecord
@@ -78,12 +79,35 @@ def trained_with(folder: Path) -> dict[str, Any]:
     return recipe if isinstance(recipe, dict) else {}
 
 
+def chat_warning(folder: Path, template_hash: str) -> str | None:
+    """What to say when the drafter was trained under another chat template than it is served with now."""
+    path = folder / "draftsmith.json"
+    made = json.loads(path.read_text(encoding="utf-8")).get("chat", {}) if path.is_file() else {}
+    if made.get("template") in (None, template_hash):
+        return None
+    args = json.dumps(made.get("template_args") or {})
+    return (
+        f"warning: the drafter was trained under chat template {made['template'][:8]} with the arguments {args}, "
+        f"the target now renders {template_hash[:8]}: expect lower acceptance"
+    )
+
+
 def run(
-    path: Path, prompt: str, sampling: SamplingParams, *, target: str | None, dtype: str, device: str, colour: bool, plain: bool
+    path: Path,
+    prompt: str,
+    sampling: SamplingParams,
+    *,
+    target: str | None,
+    dtype: str,
+    device: str,
+    colour: bool,
+    plain: bool,
+    proposer: str = "dspark",
 ) -> None:
     """Load target and drafter, answer `prompt` in a chat turn, print the answer and one line of figures.
 
-    Raises ValueError before a model loads for a bad folder, an empty prompt, a bad dtype or a missing device.
+    proposer: see ProposerConfig.parse. Raises ValueError before a model loads for a bad folder, an empty prompt, a bad dtype or
+    proposer, or a missing device.
     """
     from rich.console import Console
     from rich.text import Text
@@ -96,8 +120,12 @@ def run(
         raise ValueError("--prompt: the prompt is empty")
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"--dtype: {dtype!r} is not allowed; it must be float32 or bfloat16")
+    try:
+        drafting = None if plain else ProposerConfig.parse(proposer)
+    except ValueError as error:
+        raise ValueError(f"--{error}") from error
     console = Console(highlight=False, soft_wrap=True)
-    engine, tokenizer, eos_ids = _engine(folder, name, dtype, device, plain, sampling)
+    engine, tokenizer, eos_ids = _engine(folder, name, dtype, device, drafting, sampling)
     from ..data.chat import ChatFormat
     from ..runtime.engine import Request
 
@@ -107,6 +135,8 @@ def run(
     system = made.get("system")
     messages = [{"role": "system", "content": system}] if system else []
     chat = ChatFormat(tokenizer, template_args=made.get("template_args"), eos_ids=eos_ids)
+    if not plain and (warning := chat_warning(folder, chat.template_hash)):
+        print(warning, file=sys.stderr)
     ids = chat.render([*messages, {"role": "user", "content": prompt}], generation_prompt=True)
     stream = TextStream(
         lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
@@ -132,7 +162,7 @@ def run(
 
 
 def _engine(
-    folder: Path, name: str, dtype: str, device: str, plain: bool, sampling: SamplingParams
+    folder: Path, name: str, dtype: str, device: str, drafting: ProposerConfig | None, sampling: SamplingParams
 ) -> tuple[Any, Any, tuple[int, ...]]:
     """(engine of one slot, tokenizer, end tokens)."""
     import torch
@@ -141,27 +171,26 @@ def _engine(
     from ..models.export import native
     from ..models.target import load_target
     from ..runtime.decoder import Decoder
-    from ..runtime.dspark import DSparkProposer
     from ..runtime.engine import Engine
+    from ..runtime.proposers import ProposerSource, draft_slots, tap_layers
     from .pipeline import pick_device
 
-    config = native.read_config(folder)
+    native.read_config(folder)
+    slots = draft_slots(drafting, folder) if drafting else 0
     place = pick_device(device)
     revision = trained_with(folder).get("target", {}).get("revision")
     target = load_target(
         TargetConfig(name=name, revision=revision, dtype="float32" if dtype == "float32" else "bfloat16"), place
     )
     precision = getattr(torch, dtype)
-    taps = () if plain else tuple(config["target_layer_ids"])
+    taps = tap_layers(drafting, folder) if drafting else ()
     decoder = Decoder.from_target(target.model, dtype=precision, tap_layers=taps)
     context = min(decoder.max_positions, 4096 + sampling.max_new_tokens)
     proposer = None
-    if not plain:
-        drafter, heads = native.load(
-            folder, embedding=target.embedding_weight, lm_head=target.lm_head_weight, dtype=precision
-        )  # fmt: skip
-        context = min(context, decoder.max_positions - config["block_size"] - 1)
-        proposer = DSparkProposer(drafter, heads, slots=1, max_context=context)
+    if drafting:
+        context = min(context, decoder.max_positions - slots - 1)
+        source = ProposerSource(drafting, target=target, dtype=precision, drafter_folder=folder, decoder=decoder)
+        proposer = source(slots=1, max_context=context, with_survival=False)
     engine = Engine(
         decoder, proposer=proposer, slots=1, max_context=context, eos_ids=target.eos_token_ids, tokenizer=target.tokenizer
     )

@@ -18,7 +18,8 @@ from .allocator import keep_freed_memory
 
 LOCK = "recipe.lock.json"
 # Another measurement of the same drafter may go into the same folder: its parts are remeasured where they differ.
-NOT_LOCKED = ("eval", "output")
+# Limits of the doctor's checks change no row.
+NOT_LOCKED = ("eval", "output", "data.doctor")
 
 
 @dataclass(frozen=True)
@@ -65,17 +66,28 @@ def check_folder(folder: Path, plain: dict[str, Any]) -> bool:
         if folder.exists() and not (folder.is_dir() and all(e.name.startswith(f".{LOCK}") for e in folder.iterdir())):
             raise ConfigError([f"output: {str(folder)!r} exists and was not made by a recipe; choose another folder"])
         return True
-    if all(entry.name.lstrip(".").startswith(LOCK) for entry in folder.iterdir()):
+    if all(entry.name.lstrip(".").startswith((LOCK, "doctor.")) for entry in folder.iterdir()):
         return True  # claimed, but nothing was made
-    try:
-        before = json.loads(lock.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError([f"output: {lock} cannot be read: {error}"]) from error
-    found = differences(_filled(before), _filled(plain), ignore=NOT_LOCKED)
+    found = lock_differences(folder, plain)
     if found:
         keys = "; ".join(found)
         raise ConfigError([f"output: {str(folder)!r} belongs to another recipe ({keys}); choose another folder or remove it"])
     return False
+
+
+def lock_differences(folder: Path, plain: dict[str, Any]) -> list[str]:
+    """`key: old -> new` of every key in which the recipe that `folder` is locked to differs; empty where it has no lock.
+
+    Raises ConfigError when the lock cannot be read.
+    """
+    lock = folder / LOCK
+    if not lock.is_file():
+        return []
+    try:
+        before = json.loads(lock.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError([f"output: {lock} cannot be read: {error}"]) from error
+    return differences(_filled(before), _filled(plain), ignore=NOT_LOCKED)
 
 
 def _filled(before: dict[str, Any]) -> dict[str, Any]:
@@ -105,19 +117,22 @@ def check_prompts(recipe: Recipe) -> None:
 
     from ..data.chat import ChatFormat
     from ..data.source import check_overlap, load_prompts
+    from ..data.stage import check_chat
     from ..eval.prompts import read_heldout
     from ..models.facts import resolve_target
     from ..train.prompts import heldout_prompts
 
     prompts = load_prompts(recipe.data)
     read_heldout(recipe.eval)
-    check_overlap(prompts, heldout_prompts(recipe.eval.prompts))
+    check_overlap(prompts, heldout_prompts(recipe.eval.prompts), near=recipe.data.doctor.max_overlap)
     tokenizer = AutoTokenizer.from_pretrained(resolve_target(recipe.target), revision=recipe.target.revision)
     chat = ChatFormat(tokenizer, template_args=recipe.data.template_args)
+    check_chat(prompts, chat, lambda line: None)
     shortest = None
     for prompt in prompts:
         messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        length = len(chat.render([*messages, {"role": "user", "content": prompt.turns[0]}], generation_prompt=True))
+        opening = [*messages, {"role": "user", "content": prompt.turns[0]}]
+        length = len(chat.render(opening, generation_prompt=True, tools=prompt.tools))
         if length + 2 <= recipe.data.max_length:
             return
         shortest = length if shortest is None else min(shortest, length)
@@ -171,33 +186,16 @@ def train(name: str, overrides: list[str], device: str = "auto") -> None:
     _train(found, pick_device(device))
 
 
-def export(name: str, overrides: list[str], to: Path | None, dtype: str) -> None:
-    """The trained drafter again, in another dtype or folder."""
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"--dtype: {dtype!r} is not allowed; it must be float32 or bfloat16")
+def bench(name: str, overrides: list[str], device: str = "auto", *, grid: bool = False) -> None:
+    """The measurement of a trained drafter: report.json, or with `grid` the operating points in grid.json."""
     found = open_run(name, overrides, claim=False)
-    source = found.folder / "drafter"
-    destination = to or found.folder / f"export-{dtype}"
-    if destination.resolve() == source.resolve():
-        raise ValueError(f"--to: {destination} is the trained drafter itself; choose another folder")
-    if destination.exists() and any(destination.iterdir()) and not (destination / "draftsmith.json").is_file():
-        raise ValueError(f"--to: {destination} holds other files; choose another folder")
-    import torch
+    if grid:
+        from ..eval.grid_plan import check_grid
+        from ..models.facts import target_facts
 
-    from ..models.export import native
-    from ..models.target import load_target
-
-    native.read_config(source)
-    target = load_target(found.recipe.target)
-    drafter, heads = native.load(source, embedding=target.embedding_weight, lm_head=target.lm_head_weight)
-    made = json.loads((source / "draftsmith.json").read_text(encoding="utf-8"))
-    native.save(destination, drafter, heads, dtype=getattr(torch, dtype), extra=made)
-    print(f"exported to {destination} ({dtype})")
-
-
-def bench(name: str, overrides: list[str], device: str = "auto") -> None:
-    """The measurement of a trained drafter."""
-    found = open_run(name, overrides, claim=False)
+        check_grid(found.recipe.eval, found.recipe.drafter.block_size, target_facts(found.recipe.target).max_positions)
+        _grid(found, pick_device(device))
+        return
     from ..eval.prompts import read_heldout
 
     read_heldout(found.recipe.eval)
@@ -205,13 +203,19 @@ def bench(name: str, overrides: list[str], device: str = "auto") -> None:
 
 
 def report(name: str, overrides: list[str]) -> None:
-    """Table and page of the last measurement."""
+    """Table and page of the last measurement, and of the last grid where there is one."""
     found = open_run(name, overrides, claim=False)
+    from ..eval.grid_report import print_grid, read_grid, write_grid
     from ..eval.report import read_report, write_report
     from ..eval.table import print_summary
 
-    read = read_report(found.folder / "report.json")
-    print_summary(read, write_report(read, found.folder), console())
+    grid = found.folder / "grid.json"
+    if (found.folder / "report.json").is_file() or not grid.is_file():
+        read = read_report(found.folder / "report.json")
+        print_summary(read, write_report(read, found.folder), console())
+    if grid.is_file():
+        measured = read_grid(grid)
+        print_grid(measured, write_grid(measured, found.folder), console())
 
 
 def console() -> Any:
@@ -265,8 +269,14 @@ def _train(found: Run, device: str) -> None:
         setup = stage.build_setup(parts, target, prepared.rows, found.folder, say=say)
     folder = loop.run(
         cfg=found.recipe.train, objective_cfg=found.recipe.objective, setup=setup, accelerator=accelerator,
-        output=found.folder, seed=found.recipe.seed, run_config=parts.plain(), provenance=stage.provenance(made_from),
+        output=found.folder, seed=found.recipe.seed, run_config=parts.plain(),
+        provenance={**stage.provenance(made_from), "chat": stage.chat_record(parts, target)},
     )  # fmt: skip
+    if accelerator.is_main_process:
+        from .export import gate_trained
+
+        gate_trained(folder, target, setup, found.recipe)
+    accelerator.wait_for_everyone()
     say(f"drafter: {folder}")
 
 
@@ -280,4 +290,15 @@ def _bench(found: Run, device: str) -> None:
         train_log=found.folder / "train.jsonl", template_args=found.recipe.data.template_args,
         system=found.recipe.data.system, device=device,
         console=console(),
+    )  # fmt: skip
+
+
+def _grid(found: Run, device: str) -> None:
+    from ..eval.grid import run_grid
+
+    keep_freed_memory()
+
+    run_grid(
+        found.recipe.target, found.folder / "drafter", found.recipe.eval, found.folder, recipe=found.plain,
+        template_args=found.recipe.data.template_args, system=found.recipe.data.system, device=device, console=console(),
     )  # fmt: skip

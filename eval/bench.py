@@ -59,6 +59,8 @@ def timed_run(engine: Engine, requests: Sequence[Request]) -> tuple[Record, list
     _synchronise(engine)
     seconds = time.perf_counter() - began
     stats = engine.stats
+    if stats.proposer_failures:
+        raise RuntimeError(f"the proposer failed {stats.proposer_failures} times: this run does not measure it")
     record: Record = {"seconds": seconds, "prefill_s": stats.prefill_s, "steps": stats.steps}
     record |= {f"{part}_s": getattr(stats, f"{part}_s") for part in PARTS}
     record["reached_per_slot"] = list(stats.reached_per_slot)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..data.chat import ChatFormat
-from ..data.source import Prompt, deduplicate, read_prompts
+from ..data.source import Prompt, deduplicate, normalise, read_prompts
 from .config import EvalConfig
 
 
@@ -30,7 +31,9 @@ def load_eval_prompts(
     template_args: Mapping[str, Any] | None = None,
     system: str | None = None,
 ) -> dict[str, list[EvalPrompt]]:
-    """Held-out prompts by domain, in an order fixed by cfg.seed.
+    """Held-out prompts by domain, in an order fixed by cfg.seed: first those of the evaluation part, then those of the
+    calibration part (see `calibration_ids`), so that no measurement that the evaluation part suffices for sees a prompt that a
+    calibration was fitted on.
 
     max_prompt: longest prompt in tokens that can still be answered; longer ones are left out. context > 0 fills every prompt
     up to that many tokens with other held-out texts in front of the question.
@@ -47,6 +50,8 @@ def load_eval_prompts(
     for domain in cfg.domains or sorted(by_domain):
         prompts = [replace(p, system=p.system or system) for p in sorted(by_domain[domain], key=lambda p: p.id)]
         random.Random(f"{cfg.seed}:{domain}").shuffle(prompts)
+        fitted = calibration_ids(prompts, cfg.calibration.share)
+        prompts.sort(key=lambda p: p.id in fitted)
         rendered = [_render(chat, prompt, filler, context) for prompt in prompts]
         usable = [EvalPrompt(p.id, domain, ids) for p, ids in zip(prompts, rendered, strict=True) if len(ids) <= max_prompt]
         if len(usable) < 2:
@@ -77,6 +82,25 @@ def read_heldout(cfg: EvalConfig) -> dict[str, list[Prompt]]:
                 f"eval.prompts: {have} prompts of domain {name!r}, allowed: {need} or more (two groups per concurrency)"
             )
     return by_domain
+
+
+def calibration_ids(prompts: Sequence[Prompt], share: float) -> set[str]:
+    """Ids of the calibration part of one domain's prompts: about `share` of them, never all.
+
+    Prompts about the same long text (25 words or more, as in the rewrite domain) stay on one side. Which side is decided by a
+    hash of that text, or of the id: it depends on neither seed nor order, nor much on which other prompts there are.
+    """
+    groups: dict[bytes, list[str]] = {}
+    for prompt in prompts:
+        longest = max(prompt.turns[-1].split("\n"), key=len)
+        key = normalise(longest) if len(longest.split()) >= 25 else f"id {prompt.id}"
+        groups.setdefault(hashlib.blake2b(key.encode(), digest_size=8).digest(), []).append(prompt.id)
+    chosen: set[str] = set()
+    for key in sorted(groups)[:-1]:
+        if len(chosen) >= round(share * len(prompts)):
+            break
+        chosen |= set(groups[key])
+    return chosen
 
 
 def take(prompts: Sequence[EvalPrompt], count: int, concurrency: int) -> list[list[EvalPrompt]]:
@@ -125,4 +149,4 @@ def _ids(chat: ChatFormat, prompt: Prompt, last_turn: str) -> list[int]:
         if i < len(turns) - 1:
             reply = prompt.replies[i] if i < len(prompt.replies) else "I see."
             messages.append({"role": "assistant", "content": reply})
-    return chat.render(messages, generation_prompt=True)
+    return chat.render(messages, generation_prompt=True, tools=prompt.tools)

@@ -16,13 +16,12 @@ import torch
 from rich.console import Console
 
 from ..models.config import TargetConfig
-from ..models.export.native import load as load_drafter
 from ..models.export.native import read_config
 from ..models.target import Target, load_target
-from ..runtime.config import SamplingParams
+from ..runtime.config import ProposerConfig, SamplingParams
 from ..runtime.decoder import Decoder
-from ..runtime.dspark import DSparkProposer
 from ..runtime.engine import Engine
+from ..runtime.proposers import ProposerSource, draft_slots
 from . import bench as cells
 from .config import EvalConfig
 from .cost import measure_costs, nearest_cost, verify_curve
@@ -49,6 +48,8 @@ class Serving:
     rule: str
     num_slots: int | None
     longest: int
+    proposer: ProposerConfig = field(default_factory=ProposerConfig)
+    _source: ProposerSource | None = None
     _engines: dict[int, tuple[Engine, Engine]] = field(default_factory=dict)
 
     @classmethod
@@ -60,20 +61,22 @@ class Serving:
         dtype = getattr(torch, dtype_name)
         target = load_target(dataclasses.replace(target_cfg, dtype=dtype_name), device)
         decoder = Decoder.from_target(target.model, dtype=dtype, tap_layers=tuple(config["target_layer_ids"]))
-        longest = decoder.max_positions - config["block_size"] - 1
-        return cls(target, decoder, drafter_folder, dtype, cfg.rule, cfg.num_slots, longest)
+        longest = decoder.max_positions - max(config["block_size"], draft_slots(cfg.proposer, drafter_folder)) - 1
+        return cls(target, decoder, drafter_folder, dtype, cfg.rule, cfg.num_slots, longest, cfg.proposer)
 
     def engines(self, slots: int, max_context: int) -> tuple[Engine, Engine]:
         """(plain, speculative), cached by their number of slots; grown when a longer context is asked for."""
         found = self._engines.get(slots)
         if found is None or found[0].max_context < max_context:
-            drafter, heads = load_drafter(
-                self.drafter_folder,
-                embedding=self.target.embedding_weight,
-                lm_head=self.target.lm_head_weight,
-                dtype=self.dtype,
-            )
-            proposer = DSparkProposer(drafter, heads, slots=slots, max_context=max_context)
+            if self._source is None:
+                self._source = ProposerSource(
+                    self.proposer,
+                    target=self.target,
+                    dtype=self.dtype,
+                    drafter_folder=self.drafter_folder,
+                    decoder=self.decoder,
+                )
+            proposer = self._source(slots=slots, max_context=max_context, with_survival=False)
             common: dict[str, Any] = {
                 "slots": slots,
                 "max_context": max_context,
@@ -308,7 +311,9 @@ def fingerprint(
             digest.update(hashlib.file_digest(file, "sha256").digest())
     # Sizes of the losslessness test change no cell, but one key for all parts is easier to trust than three.
     machine = {key: environment[key] for key in ("hardware", "threads", "dtype", "versions")}
-    state = [dataclasses.asdict(target_cfg), dataclasses.asdict(cfg), machine, dict(template_args or {})]
+    settings = {key: value for key, value in dataclasses.asdict(cfg).items() if key != "grid"}  # measured apart, see grid.py
+    settings["calibration"] = cfg.calibration.share  # decides which prompts come first; the rest of it measures nothing here
+    state = [dataclasses.asdict(target_cfg), settings, machine, dict(template_args or {})]
     digest.update(json.dumps(state, sort_keys=True, default=str).encode())
     if cfg.prompts != "builtin" and Path(cfg.prompts).is_file():
         digest.update(Path(cfg.prompts).read_bytes())

@@ -23,7 +23,7 @@ class Stateless:
         self.prompts: dict[int, tuple[int, ...]] = {}
         self.committed: dict[tuple[int, ...], list[list[int]]] = {}
 
-    def begin(self, row: int, prompt: list[int], taps: Tensor | None) -> None:
+    def begin(self, row: int, prompt: list[int], taps: Tensor | None, start: int = 0) -> None:
         assert row not in self.prompts, "the slot was not released"
         self.prompts[row] = tuple(prompt)
 
@@ -87,7 +87,7 @@ class PerPrompt(Stateless):
         super().__init__(num_slots)
         self.choice = {tuple(prompt): proposer for prompt, proposer in choice.items()}
 
-    def begin(self, row: int, prompt: list[int], taps: Tensor | None) -> None:
+    def begin(self, row: int, prompt: list[int], taps: Tensor | None, start: int = 0) -> None:
         super().begin(row, prompt, taps)
         self.choice[tuple(prompt)].begin(row, prompt, taps)
 

@@ -11,6 +11,7 @@ import torch
 from drafters import tiny_drafter
 from proposers import OracleProposer, PerPrompt, RandomProposer, WrongProposer
 from scipy import stats
+from serving import SMALL, VOCAB, answers, decoder, engine, long_prompt, plain, prompts, requests, small_drafter, small_model
 
 from draftsmith.runtime.config import SamplingParams
 from draftsmith.runtime.decoder import Decoder
@@ -18,55 +19,6 @@ from draftsmith.runtime.dspark import DSparkProposer
 from draftsmith.runtime.engine import CycleRecord, Engine, EngineStats, Request
 from draftsmith.runtime.ngram import NgramProposer
 from tiny import tiny_model
-
-VOCAB = 97
-
-
-@functools.cache
-def decoder(taps: tuple[int, ...] = ()) -> Decoder:
-    return Decoder.from_target(tiny_model(), dtype=torch.float32, tap_layers=taps, backend="torch")
-
-
-def prompts(count: int, seed: int = 0) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, VOCAB, (3 + 5 * i % 17,), generator=generator).tolist() for i in range(count)]
-
-
-def requests(texts: list[list[int]], **sampling) -> list[Request]:
-    return [Request(f"r{i}", text, SamplingParams(**sampling)) for i, text in enumerate(texts)]
-
-
-def plain(text: list[int], count: int, model: torch.nn.Module | None = None) -> list[int]:
-    """Greedy continuation by transformers' own forward, one token at a time, without any of our code."""
-    model, ids = model or tiny_model(), list(text)
-    for _ in range(count):
-        ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(text) :]
-
-
-@functools.cache
-def answers(count: int = 6, length: int = 26) -> dict[tuple[int, ...], list[int]]:
-    return {tuple(text): plain(text, length) for text in prompts(count)}
-
-
-def proposer_of(kind: str, slots: int):
-    if kind.startswith("dspark"):
-        drafter, heads = tiny_drafter(reduced=kind.endswith("reduced"), head="rnn" if kind.endswith("rnn") else "vanilla")
-        return DSparkProposer(drafter, heads, slots=slots, max_context=128)
-    return {
-        "none": lambda: None,
-        "oracle": lambda: OracleProposer(answers()),
-        "wrong": lambda: WrongProposer(answers(), VOCAB),
-        "random": lambda: RandomProposer(VOCAB),
-        "ngram": NgramProposer,
-    }[kind]()
-
-
-def engine(kind: str = "none", slots: int = 1, **settings) -> Engine:
-    proposer = proposer_of(kind, slots)
-    taps = proposer.tap_layers if proposer is not None else ()
-    return Engine(decoder(tuple(taps)), proposer=proposer, slots=slots, **({"max_context": 128} | settings))
-
 
 # ---- greedy parity ----------------------------------------------------------------------------------------------
 
@@ -216,8 +168,7 @@ def test_the_context_limit_is_the_same_for_every_drafter(kind: str, left: int):
 
 
 def test_a_prompt_longer_than_a_prefill_chunk():
-    generator = torch.Generator().manual_seed(3)
-    text = torch.randint(3, VOCAB, (300,), generator=generator).tolist()
+    text = long_prompt(300)
     want = plain(text, 8)
     for kind in ("none", "dspark"):
         proposer = None
@@ -301,15 +252,7 @@ def test_a_sampled_answer_does_not_depend_on_its_batch(kind: str, rule: str):
     assert other[0].token_ids != together[0].token_ids
 
 
-SMALL, COUNT, LENGTH = 5, 1500, 3
-
-
-@functools.cache
-def small_model():
-    return tiny_model(
-        vocab_size=SMALL, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, pad_token_id=None,
-        bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+COUNT, LENGTH = 1500, 3
 
 
 @functools.cache
@@ -351,21 +294,6 @@ def test_answers_follow_the_targets_law(kind: str, rule: str):
     if kind != "none":
         drafted = e.stats.reached_per_slot
         assert 0.02 < e.stats.accepted_per_slot[0] / drafted[0] < 0.99, "every draft has one fate: nothing is tested"
-
-
-@functools.cache
-def small_drafter():
-    from draftsmith.models.config import DSparkConfig
-    from draftsmith.models.draft import FrozenHeads
-    from draftsmith.models.dspark import DSpark
-    from draftsmith.models.export import native
-
-    model = small_model()
-    cfg = DSparkConfig(num_layers=1, block_size=2, tap_layers=(0,), rank=4, draft_vocab_size=3)
-    torch.manual_seed(2)
-    drafter = DSpark(native.build_config(model.config, cfg, mask_token_id=0, target_name="small"))
-    torch.nn.init.normal_(drafter.markov_head.markov_w2.weight)
-    return drafter, FrozenHeads.build(model.get_input_embeddings().weight, model.lm_head.weight, torch.tensor([0, 1, 4]))
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------

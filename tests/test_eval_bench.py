@@ -113,6 +113,19 @@ def test_stage_writes_a_whole_report_and_reuses_what_it_measured(place, tmp_path
     assert run(place, tmp_path, max_new_tokens=16)[1].count(": measuring") >= 7
 
 
+@pytest.mark.parametrize("kind", ["ngram", "suffix", "layerskip", "int8"])
+def test_every_proposer_can_be_measured(place, tmp_path, kind):
+    from draftsmith.runtime.config import ProposerConfig
+
+    run(
+        place, tmp_path, proposer=ProposerConfig(kind=kind, num_slots=3), temperatures=(0.0,), prompts_per_domain=2,
+        max_new_tokens=8, sampling_prompts=0,
+    )  # fmt: skip
+    report = read_report(tmp_path / "report.json")
+    assert report["lossless"]["verdict"] is True and report["settings"]["proposer"]["kind"] == kind
+    assert {cell["domain"] for cell in report["cells"]} == {"code", "rewrite"}
+
+
 def test_cells_of_several_concurrencies_and_contexts(place, tmp_path):
     run(
         place, tmp_path, concurrency=(1, 2), contexts=(0, 40), temperatures=(0.0,), prompts_per_domain=2, max_new_tokens=8,
