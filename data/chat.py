@@ -42,7 +42,18 @@ class DropReason(StrEnum):
     PROMPT_FILLS_WINDOW = "the prompt fills max_length, truncation left no supervised token"
     NO_SUPERVISED_TOKEN = "no supervised token (no answer)"
     ONE_SUPERVISED_TOKEN = "no supervised token is followed by another one, so no block can start"
+    TAGS_ELSEWHERE = "the generation tags of the template do not mark the answer"
     TEMPLATE_REWRITES = "the template renders the last turn differently once it is answered"
+    NOT_RETOKENISED = "a server gave text without token ids, and it does not tokenise back to what was generated"
+
+
+class MaskSource(StrEnum):
+    """Where the mask of a row comes from."""
+
+    IDS = "the generated token ids"
+    TAGS = "the generation tags of the template"
+    NO_TAGS = "rendering the prefix of each turn (the template has no generation tags)"
+    EMPTY_TAGS = "rendering the prefix of each turn (the generation tags of the template mark nothing)"
 
 
 def _sha(text: str) -> str:
@@ -79,7 +90,14 @@ class ChatFormat:
         self.has_tags = template is not None and re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
         self.template_hash = _sha(json.dumps([template, self.template_args], sort_keys=True))
 
-    def render(self, messages: Sequence[Message], *, generation_prompt: bool) -> list[int]:
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template shows the model which tools there are."""
+        return self.template is not None and re.search(r"\btools\b", self.template) is not None
+
+    def render(
+        self, messages: Sequence[Message], *, generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
         """Token ids [T] of the conversation; with `generation_prompt` up to the first token of the next answer."""
         if self.template is None:
             return self._plain(messages)
@@ -88,6 +106,7 @@ class ChatFormat:
             tokenize=True,
             return_dict=True,
             add_generation_prompt=generation_prompt,
+            **_tools(tools),
             **self.template_args,
         )
         return list(out["input_ids"])
@@ -102,15 +121,22 @@ class ChatFormat:
             ids += self.tokenizer(parts[-1], add_special_tokens=False)["input_ids"] + sorted(self.eos_ids)[:1]
         return ids
 
-    def tag_mask(self, messages: Sequence[Message]) -> list[bool] | None:
+    def tag_mask(
+        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[bool] | None:
         """Mask [T] from the generation tags of the template; None when there are none or they mark nothing."""
         if not self.has_tags:
             return None
         out = self.tokenizer.apply_chat_template(
-            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **self.template_args
-        )
+            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **_tools(tools),
+            **self.template_args,
+        )  # fmt: skip
         mask = [bool(value) for value in out["assistant_masks"]]
         return mask if any(mask) else None
+
+
+def _tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+    return {"tools": list(tools)} if tools else {}
 
 
 # ---- mask ---------------------------------------------------------------------------------------------------------
@@ -127,7 +153,9 @@ def _turn_end(ids: Sequence[int], start: int, end: int, chat: ChatFormat) -> int
     return end
 
 
-def turn_spans(messages: Sequence[Message], ids: Sequence[int], chat: ChatFormat) -> list[tuple[int, int] | None]:
+def turn_spans(
+    messages: Sequence[Message], ids: Sequence[int], chat: ChatFormat, tools: Sequence[Mapping[str, Any]] | None = None
+) -> list[tuple[int, int] | None]:
     """Span [start, end) of every assistant turn in `ids`, by rendering the conversation up to it and through it.
 
     None for a turn whose prefix the template renders differently in the whole conversation (thinking text that is
@@ -137,8 +165,8 @@ def turn_spans(messages: Sequence[Message], ids: Sequence[int], chat: ChatFormat
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = chat.render(messages[:index], generation_prompt=True)
-        through = chat.render(messages[: index + 1], generation_prompt=False)
+        before = chat.render(messages[:index], generation_prompt=True, tools=tools)
+        through = chat.render(messages[: index + 1], generation_prompt=False, tools=tools)
         aligned = list(ids[: len(before)]) == before and list(ids[: len(through)]) == through
         if not aligned or len(through) <= len(before):
             spans.append(None)
@@ -170,7 +198,7 @@ def _from_answer_ids(
     row: Mapping[str, Any], chat: ChatFormat, max_length: int, supervise: Literal["all", "last"]
 ) -> TokenRow | DropReason:
     prompt, answer = list(row["prompt_ids"]), list(row["answer_ids"])
-    rendered = chat.render(row["messages"][:-1], generation_prompt=True)
+    rendered = chat.render(row["messages"][:-1], generation_prompt=True, tools=row.get("tools"))
     if rendered != prompt:
         place = next(
             (i for i, (a, b) in enumerate(zip(rendered, prompt, strict=False)) if a != b), min(len(rendered), len(prompt))
@@ -186,44 +214,62 @@ def _from_answer_ids(
     return _finish(row, prompt + answer, mask, max_length)
 
 
-def _from_messages(row: Mapping[str, Any], chat: ChatFormat, max_length: int, supervise: str) -> TokenRow | DropReason:
+def _from_messages(
+    row: Mapping[str, Any], chat: ChatFormat, max_length: int, supervise: str
+) -> tuple[TokenRow | DropReason, MaskSource]:
     messages = row["messages"]
     while messages and messages[-1]["role"] != "assistant":
         messages = messages[:-1]
+    source = MaskSource.TAGS if chat.has_tags else MaskSource.NO_TAGS
     if not messages:
-        return DropReason.NO_SUPERVISED_TOKEN
-    ids = chat.render(messages, generation_prompt=False)
-    spans = turn_spans(messages, ids, chat)
-    wanted = spans if supervise == "all" else spans[-1:]
+        return DropReason.NO_SUPERVISED_TOKEN, source
+    tools = row.get("tools")
+    ids = chat.render(messages, generation_prompt=False, tools=tools)
+    spans = turn_spans(messages, ids, chat, tools)
+    tagged = chat.tag_mask(messages, tools=tools)
+    if tagged is not None:
+        cleaned = _clean_tags(ids, tagged, spans, supervise, chat)
+        return _finish(row, ids, cleaned, max_length) if any(cleaned) else DropReason.TAGS_ELSEWHERE, source
     derived = [False] * len(ids)
-    for span in wanted:
+    for span in spans if supervise == "all" else spans[-1:]:
         if span is not None:
             derived[span[0] : span[1]] = [True] * (span[1] - span[0])
-    tagged = chat.tag_mask(messages)
-    if tagged is None:
-        if not any(derived) and spans[-1] is None:
-            return DropReason.TEMPLATE_REWRITES
-        return _finish(row, ids, derived, max_length)
-    return _finish(row, ids, _clean_tags(ids, tagged, spans, supervise, chat), max_length)
+    source = MaskSource.EMPTY_TAGS if chat.has_tags else MaskSource.NO_TAGS
+    if not any(derived) and spans[-1] is None:
+        return DropReason.TEMPLATE_REWRITES, source
+    return _finish(row, ids, derived, max_length), source
+
+
+def _runs(mask: Sequence[bool]) -> list[tuple[int, int]]:
+    """Maximal runs [start, end) of true in `mask`."""
+    starts = [i for i in range(len(mask)) if mask[i] and (i == 0 or not mask[i - 1])]
+    ends = [i + 1 for i in range(len(mask)) if mask[i] and (i + 1 == len(mask) or not mask[i + 1])]
+    return list(zip(starts, ends, strict=True))
 
 
 def _clean_tags(
     ids: Sequence[int], tagged: Sequence[bool], spans: Sequence[tuple[int, int] | None], supervise: str, chat: ChatFormat
 ) -> list[bool]:
-    """Tags of the template, minus what the generation prompt supplies, plus the end-of-turn token after each run."""
+    """Tags of the template, minus what the generation prompt supplies, plus the end-of-turn token after each run.
+
+    Where some turns are located, a tagged run outside of them is one that the template rewrote once it was history, and the
+    target never said it so: not supervised. Where none is, the tags stand alone.
+    """
     mask = list(tagged)
     for position in range(1, len(mask)):
         if tagged[position - 1] and not tagged[position] and ids[position] in chat.eos_ids:
             mask[position] = True
     if supervise == "last":
-        runs = [i for i in range(len(mask)) if mask[i] and (i == 0 or not mask[i - 1])]
-        mask[: runs[-1]] = [False] * runs[-1]
-    if all(span is not None for span in spans):
-        inside = [False] * len(mask)
-        for start, end in spans:  # type: ignore[misc]
-            inside[start:end] = [True] * (end - start)
-        mask = [a and b for a, b in zip(mask, inside, strict=True)]
-    return mask
+        runs = _runs(mask)
+        mask[: runs[-1][0]] = [False] * runs[-1][0]
+        spans = spans[-1:]
+    located = [span for span in spans if span is not None]
+    if not located:
+        return mask
+    inside = [False] * len(mask)
+    for start, end in located:
+        inside[start:end] = [True] * (end - start)
+    return [a and b for a, b in zip(mask, inside, strict=True)]
 
 
 def tokenise(
@@ -243,29 +289,67 @@ def tokenise(
     Raises ValueError when the prompt ids of an answers row are not what the template renders.
     """
     chat = tokenizer if isinstance(tokenizer, ChatFormat) else ChatFormat(tokenizer, template_args=template_args)
+    return _with_source(row, chat, max_length, supervise)[0]
+
+
+def _with_source(
+    row: Mapping[str, Any], chat: ChatFormat, max_length: int, supervise: Literal["all", "last"]
+) -> tuple[TokenRow | DropReason, MaskSource]:
     if "answer_ids" in row:
-        return _from_answer_ids(row, chat, max_length, supervise)
+        return _from_answer_ids(row, chat, max_length, supervise), MaskSource.IDS
     return _from_messages(row, chat, max_length, supervise)
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenised:
-    """Rows of a data set, the counted reasons of the dropped ones, and where the masks came from."""
+    """Rows of a data set, and what became of the others.
+
+    dropped counts the reasons, `lost` holds (id, reason) of every dropped conversation and `broken` (id, message) of every one
+    that cannot be used at all; sources counts where the masks came from.
+    """
 
     rows: list[TokenRow]
     dropped: Counter[DropReason] = field(default_factory=Counter)
-    mask_source: str = ""
+    lost: list[tuple[str, DropReason]] = field(default_factory=list)
+    broken: list[tuple[str, str]] = field(default_factory=list)
+    sources: Counter[MaskSource] = field(default_factory=Counter)
+
+    @property
+    def mask_source(self) -> str:
+        """Where the masks come from, in words."""
+        found = self.sources.most_common()
+        return found[0][0].value if len(found) == 1 else "; ".join(f"{source} ({count} rows)" for source, count in found)
 
 
-def mask_source(rows: Sequence[Mapping[str, Any]], chat: ChatFormat) -> str:
-    """Where the masks of these rows come from, in words."""
-    if rows and all("answer_ids" in row for row in rows):
-        return "the generated token ids"
-    if not chat.has_tags:
-        return "rendering the prefix of each turn (the template has no generation tags)"
-    if rows and chat.tag_mask(rows[0]["messages"]) is None:
-        return "rendering the prefix of each turn (the generation tags of the template mark nothing)"
-    return "the generation tags of the template"
+def tokenise_each(
+    rows: Iterable[Mapping[str, Any]],
+    chat: ChatFormat,
+    max_length: int,
+    *,
+    supervise: Literal["all", "last"] = "all",
+    keep_going: bool = False,
+) -> Tokenised:
+    """All conversations as token rows, the others with their reasons; says nothing and does not mind an empty result.
+
+    Raises ValueError for a row that `tokenise` refuses, unless `keep_going`: then it is listed in `broken`.
+    """
+    out = Tokenised([])
+    for row in rows:
+        try:
+            result, source = _with_source(row, chat, max_length, supervise)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if not keep_going:
+                raise
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            out.broken.append((str(row.get("id", "")), reason))
+            continue
+        out.sources[source] += 1
+        if isinstance(result, TokenRow):
+            out.rows.append(result)
+        else:
+            out.dropped[result] += 1
+            out.lost.append((str(row.get("id", "")), result))
+    return out
 
 
 def tokenise_all(
@@ -283,13 +367,7 @@ def tokenise_all(
     """
     chat = tokenizer if isinstance(tokenizer, ChatFormat) else ChatFormat(tokenizer, template_args=template_args)
     rows = list(rows)
-    out = Tokenised([], Counter(), mask_source(rows, chat))
-    for row in rows:
-        result = tokenise(row, chat, max_length, supervise=supervise)
-        if isinstance(result, TokenRow):
-            out.rows.append(result)
-        else:
-            out.dropped[result] += 1
+    out = tokenise_each(rows, chat, max_length, supervise=supervise)
     reasons = "; ".join(f"{count}: {reason}" for reason, count in out.dropped.most_common())
     if not out.rows:
         raise ValueError(f"max_length={max_length}: all {len(rows)} rows were dropped ({reasons or 'there were none'})")

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-INFORMATION = frozenset({"versions", "batch_size"})  # recorded, but no reason to refuse
+INFORMATION = frozenset({"versions", "batch_size", "answered_by"})  # recorded, but no reason to refuse
 
 
 def write_atomic(path: Path, text: str) -> None:

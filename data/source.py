@@ -1,257 +1,84 @@
-"""Prompts from files, folders and the Hub: schemas recognised by shape, duplicates removed, overlap refused."""
+"""Prompts of a recipe: sources read, duplicates removed, mixed and capped, overlap with evaluation prompts refused."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import random
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from importlib import resources
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from .config import DataConfig
+from .config import DataConfig, SourceConfig
+from .reading import raw_rows
+from .schema import TEXT_WORDS, Prompt, to_prompt
 
-BUILTIN = {"builtin": "train.jsonl", "builtin:train": "train.jsonl", "builtin:heldout": "heldout.jsonl"}
-LOADERS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
-SUFFIXES = (".jsonl", ".json", *LOADERS)
-USER_ROLES = ("user", "human", "prompter")
-ASSISTANT_ROLES = ("assistant", "gpt", "model", "chatgpt", "bot")
+__all__ = [
+    "Prompt", "Selection", "SourceRows", "check_overlap", "deduplicate", "load_prompts", "mixture", "normalise", "overlap",
+    "prompts_hash", "read_prompts", "read_source", "select", "select_prompts", "to_prompt",
+]  # fmt: skip
+
+
+# ---- reading ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """One conversation to be answered.
+class SourceRows:
+    """One source as it was read: its prompts in order, and the rows of each of its files."""
 
-    `turns` are the user turns. `replies` are the answers that came with the source, one for each of the first turns; they
-    are used only where answers are "given".
-    """
-
-    id: str
-    domain: str
-    turns: tuple[str, ...]
-    system: str | None = None
-    replies: tuple[str, ...] = ()
+    source: SourceConfig
+    prompts: list[Prompt]
+    files: Counter[str]
 
 
-# ---- shapes -------------------------------------------------------------------------------------------------------
-
-
-def shape_of(row: Mapping[str, Any]) -> str | None:
-    """Name of the schema of a row: turns, messages, conversations, prompt, alpaca; None if it has none of them."""
-    for key in ("turns", "messages", "conversations", "prompt"):
-        if row.get(key):
-            return key
-    return "alpaca" if row.get("instruction") else None
-
-
-def _text(value: Any, what: str) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{what} must be a text that is not empty, got {value!r:.60}")
-    return value
-
-
-def _from_messages(items: Any, role_key: str, text_key: str) -> tuple[str | None, list[str], list[str]]:
-    if not isinstance(items, (list, tuple)) or not all(isinstance(item, Mapping) for item in items):
-        raise ValueError("messages must be a list of {role, content}")
-    system: str | None = None
-    turns: list[str] = []
-    replies: list[str] = []
-    for item in items:
-        role = str(item.get(role_key, "")).lower()
-        if role == "system":
-            system = _text(item.get(text_key), "system message")
-        elif role in USER_ROLES:
-            if len(replies) < len(turns):
-                raise ValueError("two user messages in a row")
-            turns.append(_text(item.get(text_key), "user message"))
-        elif role in ASSISTANT_ROLES:
-            if len(replies) >= len(turns):
-                raise ValueError("an assistant message without a user message before it")
-            replies.append(_text(item.get(text_key), "assistant message"))
-        else:
-            raise ValueError(f"role {item.get(role_key)!r} is not known (system, user, assistant)")
-    return system, turns, replies
-
-
-def to_prompt(row: Mapping[str, Any]) -> Prompt:
-    """A row of any known shape as a Prompt. Raises ValueError saying what is wrong with the row."""
-    shape = shape_of(row)
-    system = row.get("system") or row.get("system_prompt")
-    replies: list[str] = []
-    if shape == "turns":
-        turns = row["turns"]
-        if not isinstance(turns, (list, tuple)):
-            raise ValueError("turns must be a list of texts")
-        turns = [_text(turn, "turn") for turn in turns]
-    elif shape == "messages" or (shape == "prompt" and isinstance(row["prompt"], (list, tuple))):
-        found, turns, replies = _from_messages(row[shape], "role", "content")
-        system = found or system
-    elif shape == "conversations":
-        sharegpt = any(isinstance(item, Mapping) and "from" in item for item in row["conversations"])
-        keys = ("from", "value") if sharegpt else ("role", "content")
-        found, turns, replies = _from_messages(row["conversations"], *keys)
-        system = found or system
-    elif shape == "prompt":
-        turns = [_text(row["prompt"], "prompt")]
-        answer = row.get("completion") or row.get("response")
-        replies = [answer] if isinstance(answer, str) and answer.strip() else []
-    elif shape == "alpaca":
-        extra = row.get("input")
-        turns = [_text(row["instruction"], "instruction") + (f"\n\n{extra}" if extra else "")]
-        answer = row.get("output")
-        replies = [answer] if isinstance(answer, str) and answer.strip() else []
-    else:
-        raise ValueError(
-            f"no known schema in the keys {sorted(row)} (one of turns, messages, conversations, prompt, instruction)"
-        )
-    if not turns:
-        raise ValueError("no user turn")
-    if system is not None and not isinstance(system, str):
-        raise ValueError(f"system must be a text, got {system!r:.60}")
-    domain = str(row.get("domain") or row.get("category") or "other")
-    key = hashlib.sha256(json.dumps([system, list(turns)]).encode()).hexdigest()[:12]
-    name = row.get("id")
-    return Prompt(str(name) if name not in (None, "") else f"{domain}-{key}", domain, tuple(turns), system, tuple(replies))
-
-
-# ---- sources ------------------------------------------------------------------------------------------------------
-
-
-def _json_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    # Not splitlines(): JSON texts may hold U+2028 and its like unescaped.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            try:
-                yield f"{path}:{number}", json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number}: broken JSON line ({error.msg} at column {error.colno})") from None
-
-
-def _json_file(path: Path) -> Iterator[tuple[str, Any]]:
-    # JSON is read here and not by `datasets`, whose errors do not name the broken line.
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        line = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise ValueError(f"{path}:{line}: not UTF-8 text") from None
-    if path.suffix == ".json" and text.lstrip().startswith("["):
-        try:
-            rows = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{error.lineno}: broken JSON ({error.msg})") from None
-        yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
-    else:
-        yield from _json_lines(path, text)
-
-
-def _table_file(path: Path) -> Iterator[tuple[str, Any]]:
-    from datasets import Dataset
-
-    suffix = path.suffix.lower()
-    try:
-        if suffix == ".parquet":
-            table = Dataset.from_parquet(str(path), keep_in_memory=True)
-        elif suffix == ".csv":
-            table = Dataset.from_csv(str(path), keep_in_memory=True)
-        else:
-            table = Dataset.from_file(str(path), in_memory=True)
-    except Exception as error:
-        reason = str(error.__cause__ or error).splitlines()[0]
-        raise ValueError(f"{path}: cannot be read as {LOADERS[suffix]} ({reason})") from None
-    yield from ((f"{path}: row {number}", row) for number, row in enumerate(table, start=1))
-
-
-def _folder(path: Path, split: str) -> Iterator[tuple[str, Any]]:
-    if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
-        from datasets import DatasetDict, load_from_disk
-
-        data = load_from_disk(str(path))
-        if isinstance(data, DatasetDict):
-            if split not in data:
-                raise ValueError(f"split={split!r}: {path} has {sorted(data)}")
-            data = data[split]
-        yield from ((f"{path}: row {number}", row) for number, row in enumerate(data, start=1))
-        return
-    files = sorted(item for item in path.rglob("*") if item.suffix.lower() in SUFFIXES)
-    if not files:
-        raise ValueError(f"{path}: the folder holds no file of the kinds {', '.join(SUFFIXES)}")
-    for item in files:
-        yield from _file(item)
-
-
-def _file(path: Path) -> Iterator[tuple[str, Any]]:
-    if path.suffix.lower() in (".jsonl", ".json"):
-        yield from _json_file(path)
-    elif path.suffix.lower() in LOADERS:
-        yield from _table_file(path)
-    else:
-        raise ValueError(f"{path}: file kind {path.suffix or 'none'!r} is not known (one of {', '.join(SUFFIXES)})")
-
-
-def _hub(source: str, split: str) -> Iterator[tuple[str, Any]]:
-    from datasets import load_dataset
-
-    name, _, revision = source.partition("@")
-    try:
-        data = load_dataset(name, revision=revision or None, split=split)
-    except Exception as error:  # the Hub client raises a dozen kinds; the user needs the source and the reason
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"prompts={source!r}: no such file here, and not readable from the Hub ({reason})") from None
-    yield from ((f"{source}: row {number}", row) for number, row in enumerate(data, start=1))
-
-
-def raw_rows(source: str, split: str = "train") -> Iterator[tuple[str, Any]]:
-    """Pairs (place, row) of one source; place is `file:line` or `source: row n`.
-
-    Raises ValueError for a source that does not exist or a line that cannot be read.
-    """
-    if source in BUILTIN:
-        file = resources.files(f"{__package__}.prompts") / BUILTIN[source]
-        yield from _json_lines(Path(BUILTIN[source]), file.read_text(encoding="utf-8"))
-        return
-    path = Path(source).expanduser()
-    if path.is_dir():
-        yield from _folder(path, split)
-    elif path.exists():
-        yield from _file(path)
-    elif path.suffix.lower() in SUFFIXES or source.startswith((".", "/", "~")):
-        raise ValueError(f"prompts={source!r}: no such file or folder")
-    else:
-        yield from _hub(source, split)
-
-
-def read_prompts(source: str, split: str = "train") -> list[Prompt]:
-    """All prompts of one source, in order. Raises ValueError naming the place of a row that is no prompt."""
-    prompts = []
-    for place, row in raw_rows(source, split):
+def read_source(
+    source: SourceConfig, *, split: str = "train", streaming: int | None = None, text_words: int = TEXT_WORDS
+) -> SourceRows:
+    """All prompts of one source. Raises ValueError naming the place, the field and what is allowed for a row that is none."""
+    prompts: list[Prompt] = []
+    files: Counter[str] = Counter()
+    for file, place, row in raw_rows(source, split=split, streaming=streaming):
         if not isinstance(row, Mapping):
             raise ValueError(f"{place}: a row must be an object, got {type(row).__name__}")
         try:
-            prompts.append(to_prompt(row))
+            prompts.append(to_prompt(row, domain=source.domain, text_words=text_words))
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
-    return prompts
+        files[file] += 1
+    return SourceRows(source, prompts, files)
+
+
+def read_prompts(source: str, split: str = "train") -> list[Prompt]:
+    """All prompts of one source, in order. Raises ValueError as `read_source`."""
+    return read_source(SourceConfig(source=source), split=split).prompts
 
 
 # ---- selection ----------------------------------------------------------------------------------------------------
 
 
+def _same(prompt: Prompt) -> tuple[str | None, str]:
+    """What two prompts must share besides their turns to be the same."""
+    return prompt.system, json.dumps(prompt.tools, sort_keys=True, default=str) if prompt.tools else ""
+
+
 def deduplicate(prompts: Iterable[Prompt]) -> list[Prompt]:
-    """Keep the first of prompts with equal system text and turns; make ids unique by a suffix."""
-    seen: set[tuple[str | None, tuple[str, ...]]] = set()
-    ids: Counter[str] = Counter()
+    """Keep the first of prompts with equal system text, tools and turns; make ids unique by a suffix."""
+    seen = set()
+    ids: set[str] = set()
     kept = []
     for prompt in prompts:
-        key = (prompt.system, prompt.turns)
+        key = (*_same(prompt), prompt.turns)
         if key in seen:
             continue
         seen.add(key)
-        ids[prompt.id] += 1
-        kept.append(prompt if ids[prompt.id] == 1 else replace(prompt, id=f"{prompt.id}~{ids[prompt.id]}"))
+        name, count = prompt.id, 1
+        while name in ids:
+            count += 1
+            name = f"{prompt.id}~{count}"
+        ids.add(name)
+        kept.append(prompt if name == prompt.id else replace(prompt, id=name))
     return kept
 
 
@@ -267,24 +94,124 @@ def select(prompts: Sequence[Prompt], *, limit: int | None, per_domain: Mapping[
     return [prompts[index] for index in keep]
 
 
-def load_prompts(config: DataConfig, *, say: Callable[[str], None] | None = None) -> list[Prompt]:
-    """The prompts of a DataConfig: read, deduplicated, capped, with the default system text filled in.
+def mixture(parts: Sequence[Sequence[Prompt]], weights: Sequence[float], limit: int | None) -> list[list[Prompt]]:
+    """The largest part of each source such that their sizes are as the weights (to one prompt) and `limit` is kept.
+
+    No prompt is repeated: the source that is scarcest for its weight sets the size of the whole.
+    """
+    share = [weight / sum(weights) for weight in weights]
+    total = min(len(part) / own for part, own in zip(parts, share, strict=True))
+    total = min(total, limit) if limit is not None else total
+    sizes = [min(len(part), int(own * total + 1e-9)) for part, own in zip(parts, share, strict=True)]
+    short = sorted(range(len(parts)), key=lambda n: sizes[n] - share[n] * total)  # largest remainders first
+    for n in short[: int(total + 1e-9) - sum(sizes)]:
+        sizes[n] = min(len(parts[n]), sizes[n] + 1)
+    return [select(part, limit=size, per_domain={}) for part, size in zip(parts, sizes, strict=True)]
+
+
+def _interleaved(parts: Sequence[Sequence[Prompt]]) -> list[Prompt]:
+    """The parts in one list, in which every prefix holds each of them in proportion to its size."""
+    placed = [((i + 0.5) / len(part), n, prompt) for n, part in enumerate(parts) for i, prompt in enumerate(part)]
+    return [prompt for _, _, prompt in sorted(placed, key=lambda item: item[:2])]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The prompts of a recipe and how they came about.
+
+    read: the sources; used: prompts of each that were chosen. near holds (dropped id, kept id, similarity).
+    """
+
+    prompts: list[Prompt]
+    read: list[SourceRows]
+    used: list[int]
+    equal: int
+    near: list[tuple[str, str, float]] = field(default_factory=list)
+
+    @property
+    def found(self) -> int:
+        """Prompts read."""
+        return sum(len(rows.prompts) for rows in self.read)
+
+    def line(self) -> str:
+        """The selection in one line."""
+        gone = [f"{self.equal} duplicates"] + ([f"{len(self.near)} near duplicates"] if self.near else [])
+        mix = ", ".join(f"{name} {count}" for name, count in sorted(Counter(p.domain for p in self.prompts).items()))
+        parts = f"; sources {', '.join(map(str, self.used))}" if len(self.used) > 1 else ""
+        return f"prompts: {len(self.prompts)} of {self.found} ({' and '.join(gone)} removed); {mix}{parts}"
+
+
+def select_prompts(config: DataConfig) -> Selection:
+    """Read all sources, leave out duplicates, order, cap and mix.
+
+    The order is that of the sources, or that of `data.shuffle`; equal settings and files give equal prompts. Of duplicates the
+    first is kept, also across sources.
 
     Raises ValueError for a broken row (named by file and line) and for an empty result.
     """
-    found = [prompt for source in config.sources for prompt in read_prompts(source, config.split)]
+    read = [
+        read_source(source, split=config.split, streaming=config.streaming, text_words=config.text_words)
+        for source in config.sources
+    ]
+    found = [(n, prompt) for n, rows in enumerate(read) for prompt in rows.prompts]
     if not found:
         raise ValueError(f"prompts={config.prompts!r}: no prompt in it")
     if config.system is not None:
-        found = [prompt if prompt.system else replace(prompt, system=config.system) for prompt in found]
-    unique = deduplicate(found)
-    chosen = select(unique, limit=config.limit, per_domain=config.per_domain)
-    if not chosen:
+        found = [(n, prompt if prompt.system else replace(prompt, system=config.system)) for n, prompt in found]
+    where: dict[tuple, int] = {}
+    for n, prompt in found:
+        where.setdefault((*_same(prompt), prompt.turns), n)
+    unique = deduplicate(prompt for _, prompt in found)
+    kept, near = _without_near(unique, config.near_duplicates)
+    parts: list[list[Prompt]] = [[] for _ in read]
+    for prompt in kept:
+        parts[where[(*_same(prompt), prompt.turns)]].append(prompt)
+    if config.shuffle is not None:
+        for n, part in enumerate(parts):
+            random.Random(f"{config.shuffle}:{n}").shuffle(part)
+    parts = [part[: rows.source.cap] for part, rows in zip(parts, read, strict=True)]
+    chosen = _mixed(parts, [rows.source.weight for rows in read], config)
+    if not any(chosen):
         raise ValueError(f"per_domain={config.per_domain}: leaves no prompt of {len(unique)}")
+    weighted = read[0].source.weight is not None
+    together = _interleaved(chosen) if weighted and len(chosen) > 1 else [prompt for part in chosen for prompt in part]
+    return Selection(together, read, [len(part) for part in chosen], len(found) - len(unique), near)
+
+
+def _without_near(prompts: list[Prompt], threshold: float | None) -> tuple[list[Prompt], list[tuple[str, str, float]]]:
+    if threshold is None:
+        return prompts, []
+    from .dedup import near_duplicates
+
+    pairs = near_duplicates(["\n".join(p.turns) for p in prompts], threshold, [_same(p) for p in prompts])
+    gone = {pair.index for pair in pairs}
+    named = [(prompts[pair.index].id, prompts[pair.other].id, pair.similarity) for pair in pairs]
+    return [prompt for n, prompt in enumerate(prompts) if n not in gone], named
+
+
+def _mixed(parts: list[list[Prompt]], weights: Sequence[float | None], config: DataConfig) -> list[list[Prompt]]:
+    """Caps of the domains over all sources, then the weights, or without weights the limit over all domains."""
+    allowed = select([p for part in parts for p in part], limit=None, per_domain=config.per_domain)
+    if weights[0] is None:
+        allowed = select(allowed, limit=config.limit, per_domain={})
+    ids = {prompt.id for prompt in allowed}
+    parts = [[prompt for prompt in part if prompt.id in ids] for part in parts]
+    if weights[0] is None:
+        return parts
+    empty = [n for n, part in enumerate(parts) if not part]
+    if empty:
+        raise ValueError(
+            f"prompts[{empty[0]}]: no prompt of it is left after duplicates and caps, so no mixture can have it; leave it out"
+        )
+    return mixture(parts, [weight or 0.0 for weight in weights], config.limit)
+
+
+def load_prompts(config: DataConfig, *, say: Callable[[str], None] | None = None) -> list[Prompt]:
+    """The prompts of a DataConfig, as `select_prompts`, which is said in one line."""
+    found = select_prompts(config)
     if say is not None:
-        mix = ", ".join(f"{name} {count}" for name, count in sorted(Counter(p.domain for p in chosen).items()))
-        say(f"prompts: {len(chosen)} of {len(found)} ({len(found) - len(unique)} duplicates removed); {mix}")
-    return chosen
+        say(found.line())
+    return found.prompts
 
 
 # ---- overlap ------------------------------------------------------------------------------------------------------
@@ -295,8 +222,11 @@ def normalise(text: str) -> str:
     return re.sub(r"[\W_]+", " ", unicodedata.normalize("NFKC", text).lower()).strip()
 
 
-def overlap(training: Iterable[Prompt], heldout: Iterable[Prompt]) -> list[tuple[str, str]]:
-    """Pairs (training id, held-out id) with the same normalised conversation or the same opening turn."""
+def overlap(training: Sequence[Prompt], heldout: Sequence[Prompt], *, near: float | None = None) -> list[tuple[str, str]]:
+    """Pairs (training id, held-out id) with the same normalised conversation or the same opening turn.
+
+    With `near` also those whose conversations or opening turns are at least so similar (`dedup.near_overlap`).
+    """
     keys: dict[str, str] = {}
     for prompt in heldout:
         keys.setdefault(normalise(" ".join(prompt.turns)), prompt.id)
@@ -307,19 +237,51 @@ def overlap(training: Iterable[Prompt], heldout: Iterable[Prompt]) -> list[tuple
             if (other := keys.get(normalise(text))) is not None:
                 pairs.append((prompt.id, other))
                 break
+    if near is not None:
+        pairs += _near_pairs(training, heldout, near, {ours for ours, _ in pairs})
     return pairs
 
 
-def check_overlap(training: Iterable[Prompt], heldout: Iterable[Prompt]) -> None:
-    """Raise ValueError when a held-out prompt is also a training prompt (equal after `normalise`)."""
-    if pairs := overlap(training, heldout):
-        shown = ", ".join(f"{ours} = {theirs}" for ours, theirs in pairs[:3])
-        raise ValueError(f"{len(pairs)} training prompts are also held-out prompts ({shown}): remove them from one side")
+def _near_pairs(training: Sequence[Prompt], heldout: Sequence[Prompt], near: float, known: set[str]) -> list[tuple[str, str]]:
+    from .dedup import near_overlap
+
+    own = _texts([prompt for prompt in training if prompt.id not in known])
+    theirs = _texts(heldout)
+    pairs: dict[str, str] = {}
+    for pair in near_overlap([text for _, text in own], [text for _, text in theirs], near):
+        pairs.setdefault(own[pair.index][0], theirs[pair.other][0])
+    return list(pairs.items())
+
+
+def _texts(prompts: Iterable[Prompt]) -> list[tuple[str, str]]:
+    """(id, text) of every conversation and, where it is longer, of its opening turn."""
+    out = []
+    for prompt in prompts:
+        out += [(prompt.id, text) for text in dict.fromkeys((" ".join(prompt.turns), prompt.turns[0]))]
+    return out
+
+
+def check_overlap(training: Iterable[Prompt], heldout: Iterable[Prompt], *, near: float | None = None) -> None:
+    """Raise ValueError naming the pairs when a held-out prompt is also a training prompt: equal after `normalise`, or with
+    `near` at least so similar.
+    """
+    training, heldout = list(training), list(heldout)
+    if pairs := overlap(training, heldout, near=near):
+        exact = set(overlap(training, heldout))
+        shown = ", ".join(f"{ours} {'=' if (ours, theirs) in exact else '~'} {theirs}" for ours, theirs in pairs[:3])
+        texts = {prompt.id: prompt.turns[0] for prompt in (*heldout, *training)}
+        example = " ".join(texts[pairs[0][0]].split())
+        example = example if len(example) <= 80 else example[:77] + "..."
+        raise ValueError(
+            f"{len(pairs)} training prompts are also held-out prompts ({shown}): remove them from one side; the first is "
+            f"{example if len(example) <= 80 else example[:77] + '...'!r}"
+        )
 
 
 def prompts_hash(prompts: Iterable[Prompt]) -> str:
-    """sha256 over ids, system texts and turns in order."""
+    """sha256 over ids, system texts, turns and tools in order."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        digest.update(json.dumps([prompt.id, prompt.system, prompt.turns]).encode())
+        tools = [prompt.tools] if prompt.tools else []
+        digest.update(json.dumps([prompt.id, prompt.system, prompt.turns, *tools]).encode())
     return digest.hexdigest()

@@ -45,9 +45,15 @@ def _among_sections(recipe: Recipe, given: frozenset[str]) -> Iterator[str]:
         )
     if not drafter.survival_head and "objective.survival" in given and recipe.objective.survival > 0:
         yield f"objective.survival: {recipe.objective.survival} needs drafter.survival_head true; set one of them to 0 or true"
-    slots = recipe.eval.num_slots
-    if slots is not None and slots > drafter.block_size:
-        yield f"eval.num_slots: {slots} is not allowed; it must be from 1 to {drafter.block_size} (drafter.block_size)"
+    if (drafter.init == "checkpoint") != (drafter.checkpoint is not None):
+        yield (
+            f"drafter.checkpoint: {drafter.checkpoint!r} is not allowed with drafter.init {drafter.init}; it must be a folder "
+            "with init checkpoint, and null otherwise"
+        )
+    proposer = recipe.eval.proposer
+    for key, slots in (("num_slots", recipe.eval.num_slots), ("proposer.num_slots", proposer.num_slots)):
+        if slots is not None and slots > drafter.block_size and proposer.kind == "dspark":
+            yield f"eval.{key}: {slots} is not allowed; it must be from 1 to {drafter.block_size} (drafter.block_size)"
     if data.max_length <= drafter.block_size:
         yield (
             f"data.max_length: {data.max_length} is not allowed; a row must be longer than a block, "

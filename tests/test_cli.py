@@ -102,7 +102,7 @@ def test_broken_prompt_line_is_named(recipe, tmp_path, capsys):
 
 def test_empty_prompt_set(recipe, tmp_path, capsys):
     (tmp_path / "train.jsonl").write_text("")
-    code, _, err = call(["data", recipe], capsys)
+    code, _, err = call(["data", "regenerate", recipe], capsys)
     assert code == 2 and len(err) == 1 and "train.jsonl" in err[0]
 
 
@@ -223,6 +223,8 @@ def test_smoke_recipe_end_to_end_and_again(tmp_path):
     assert first.returncode == 0, first.stderr
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["schema"] == 1 and report["lossless"]["greedy_mismatches"] == 0
+    chat = json.loads((tmp_path / "out" / "drafter" / "draftsmith.json").read_text())["chat"]
+    assert chat["template_args"] == {} and chat["eos_ids"] == [2] and len(chat["template"]) == len(chat["tokenizer"]) == 64
     drafter = (tmp_path / "out" / "drafter" / "model.safetensors").stat().st_mtime_ns
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert again.returncode == 0 and "is valid, reused" in again.stdout

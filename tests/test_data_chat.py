@@ -3,7 +3,16 @@
 import pytest
 from tiny_chat import PLAIN, TAGGED, chat_tokenizer
 
-from draftsmith.data.chat import ChatFormat, DropReason, TokenRow, tokenise, tokenise_all, tokenizer_hash, truncate
+from draftsmith.data.chat import (
+    ChatFormat,
+    DropReason,
+    TokenRow,
+    tokenise,
+    tokenise_all,
+    tokenise_each,
+    tokenizer_hash,
+    truncate,
+)
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes ok"}]
 TWO_TURNS = [*CHAT, {"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}]
@@ -161,3 +170,83 @@ def test_embedded_target_end_token_supervised_and_newline_not():
     shown = [token if flag else "." for token, flag in zip(tokens, row.loss_mask, strict=True)]
     runs = "".join(shown).strip(".").split(".")
     assert [run for run in runs if run] == ["yesĠok<|im_end|>", "w3<|im_end|>"]
+
+
+# Earlier answers lose their thought once they are history; the tags go around what is left of them.
+FORGETFUL = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ 'assistant ' }}{% generation %}"
+    "{% if loop.last %}{{ m['content'] }}{% else %}{{ m['content'].split(' ')[1:] | join(' ') }}{% endif %}{{ ' </s> ' }}"
+    "{% endgeneration %}{% else %}{{ m['role'] + ' ' + m['content'] + ' </s> ' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("supervise", ["all", "last"])
+def test_a_tagged_turn_that_the_template_rewrote_is_not_supervised(supervise):
+    # user hi </s> assistant ok </s> user w1 w2 </s> assistant w3 </s>: `yes` is gone, so `ok` was never said here
+    row = tokenise({"messages": TWO_TURNS}, chat_tokenizer(FORGETFUL), 64, supervise=supervise)
+    assert bits(row) == "0000000000011"
+
+
+def test_generation_prompt_is_clipped_from_the_tags_of_a_turn_beside_a_rewritten_one():
+    template = FORGETFUL.replace("{% generation %}", "{% generation %}{{ 'w0 ' }}").replace(
+        "'assistant ' }}{% endif %}", "'assistant w0 ' }}{% endif %}"
+    )
+    row = tokenise({"messages": TWO_TURNS}, chat_tokenizer(template), 64)
+    words = chat_tokenizer().convert_ids_to_tokens(row.input_ids)
+    assert words[-4:] == ["assistant", "w0", "w3", "</s>"] and bits(row).endswith("0011")
+
+
+def test_tags_that_miss_the_answer_drop_the_row_with_its_own_reason():
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}{% generation %}{{ 'user ' + m['content'] + ' </s> ' }}"
+        "{% endgeneration %}{% else %}{{ m['role'] + ' ' + m['content'] + ' </s> ' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
+    )
+    assert tokenise({"messages": CHAT}, chat_tokenizer(template), 64) is DropReason.TAGS_ELSEWHERE
+
+
+def test_sources_of_the_mask_are_counted_and_drops_are_named():
+    chat = ChatFormat(chat_tokenizer(TAGGED))
+    prompt = chat.render(CHAT[:1], generation_prompt=True)
+    rows = [
+        {"id": "a", "messages": CHAT, "prompt_ids": prompt, "answer_ids": [6, 7, 1]},
+        {"id": "b", "messages": CHAT},
+        {"id": "c", "messages": CHAT},
+        {"id": "d", "messages": CHAT[:1]},
+        {"id": "e", "messages": CHAT, "prompt_ids": [9, *prompt], "answer_ids": [6, 1]},
+        {"id": "f", "messages": CHAT, "prompt_ids": prompt, "answer_ids": None},
+    ]
+    out = tokenise_each(rows, chat, 64, keep_going=True)
+    assert [row.id for row in out.rows] == ["a", "b", "c"]
+    assert out.lost == [("d", DropReason.NO_SUPERVISED_TOKEN)] and out.dropped == {DropReason.NO_SUPERVISED_TOKEN: 1}
+    assert [name for name, _ in out.broken] == ["e", "f"] and "chat template at token 0" in out.broken[0][1]
+    assert out.mask_source == "the generation tags of the template (3 rows); the generated token ids (1 rows)"
+    with pytest.raises(ValueError, match="'e'"):
+        tokenise_each(rows, chat, 64)
+
+
+def test_end_tokens_that_also_pad_stay_supervised_and_padding_does_not():
+    from draftsmith.data.batch import collate
+
+    tokenizer = chat_tokenizer(TAGGED)
+    tokenizer.pad_token = tokenizer.eos_token
+    long = tokenise({"messages": TWO_TURNS}, tokenizer, 64)
+    short = tokenise({"messages": CHAT}, tokenizer, 64)
+    batch = collate([long, short], 99, 3)
+    assert bits(short) == "0000111" and short.input_ids[-1] == tokenizer.pad_token_id
+    assert batch.lengths.tolist() == [14, 7] and batch.attention_mask.sum(1).tolist() == [14, 7]
+    # row 1: anchors `yes` and `ok`; the end token is the last label, what follows it is none
+    assert batch.anchors[1][batch.anchor_mask[1]].tolist() == [4, 5]
+    assert batch.valid[1, :2].tolist() == [[True, True, False], [True, False, False]]
+    assert batch.labels[1, 1, 0] == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("max_length", range(5, 14))
+def test_ids_and_mask_are_cut_alike_at_every_length(max_length):
+    whole = tokenise({"messages": TWO_TURNS}, chat_tokenizer(TAGGED), 64)
+    row = tokenise({"messages": TWO_TURNS}, chat_tokenizer(TAGGED), max_length)
+    if isinstance(row, DropReason):
+        assert max_length < 6 and row is DropReason.ONE_SUPERVISED_TOKEN
+        return
+    assert row.input_ids == whole.input_ids[:max_length] and row.loss_mask == whole.loss_mask[:max_length]

@@ -8,4 +8,4 @@ from ..data.source import Prompt, load_prompts
 
 def heldout_prompts(source: str) -> list[Prompt]:
     """The prompts of the measurement (`eval.prompts`). Raises ValueError for a broken or empty set."""
-    return load_prompts(DataConfig(prompts="builtin:heldout" if source == "builtin" else source))
+    return load_prompts(DataConfig(prompts="builtin:heldout" if source == "builtin" else source, near_duplicates=None))

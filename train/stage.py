@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from ..data import vocab
-from ..data.chat import ChatFormat, TokenRow
+from ..data import doctor, vocab
+from ..data.chat import ChatFormat, TokenRow, tokenizer_hash
+from ..data.checks import find_all, refuse
 from ..data.config import DataConfig
 from ..data.features import build, feature_manifest
 from ..data.manifest import target_identity
@@ -26,7 +27,7 @@ from ..models.config import DSparkConfig, TargetConfig
 from ..models.draft import FrozenHeads
 from ..models.dspark import DSpark, attach_check
 from ..models.export import native
-from ..models.init import init_from_target
+from ..models.init import init_from_checkpoint, init_from_target, read_start, start_ids
 from ..models.target import Target
 from .config import TrainConfig
 from .features import CachedFeatures, FeatureSource, OnlineFeatures, compute_features
@@ -47,7 +48,9 @@ class Parts:
     def plain(self) -> dict[str, Any]:
         """As nested dictionaries: the identity of a run, kept in its checkpoints and beside its drafter."""
         names = ("target", "data", "drafter", "objective", "train", "seed")
-        return run_config_dict(**{name: getattr(self, name) for name in names})
+        plain = run_config_dict(**{name: getattr(self, name) for name in names})
+        del plain["data"]["doctor"]  # limits of checks: they change no row
+        return plain
 
 
 def is_trained(output: Path, parts: Parts, prompts_sha256: str) -> bool:
@@ -77,11 +80,44 @@ def _filled(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def prepare_rows(
-    parts: Parts, target: Target, output: Path, *, heldout: Sequence[Prompt], say: Callable[[str], None] = print
+    parts: Parts,
+    target: Target,
+    output: Path,
+    *,
+    heldout: Sequence[Prompt],
+    say: Callable[[str], None] = print,
+    **answering: Any,
 ) -> Prepared:
-    """The training rows: answers of the target, made or reused under `output`. Raises ValueError as data.stage.prepare."""
+    """The training rows: answers of the target, made or reused under `output`, and the doctor's checks passed.
+
+    answering: engine and answered_by of data.stage.prepare.
+
+    Raises ValueError as data.stage.prepare, and with the first finding that refuses the rows; says the warnings.
+    """
     name, revision = parts.target.name, parts.target.revision
-    return prepare(parts.data, target, output, name=name, revision=revision, heldout=heldout, say=say)
+    prepared = prepare(parts.data, target, output, name=name, revision=revision, heldout=heldout, say=say, **answering)
+    chat = ChatFormat(target.tokenizer, template_args=parts.data.template_args, eos_ids=target.eos_token_ids)
+    subject = doctor.of_prepared(  # no held-out prompts: prepare() has refused an overlap
+        prepared, parts.data, chat, heldout=(), target=target_identity(target, name=name, revision=revision),
+        vocab_size=target.vocab_size, anchor_share=parts.train.anchor_share, block_size=parts.drafter.block_size,
+        draft_vocab_size=parts.drafter.draft_vocab_size,
+    )  # fmt: skip
+    probed = doctor.probe_rows(subject, target, parts.data.doctor.probe_rows)
+    findings = find_all(subject, probed)
+    for finding in findings:
+        if finding.level == "warning":
+            say(f"data: {finding.line()}")
+    refuse(findings, where="; `draftsmith data doctor` shows the rows")
+    return prepared
+
+
+def chat_record(parts: Parts, target: Target) -> dict[str, Any]:
+    """The chat that the drafter is trained on, for its draftsmith.json: served in another frame it is silently slow."""
+    chat = ChatFormat(target.tokenizer, template_args=parts.data.template_args, eos_ids=target.eos_token_ids)
+    return {
+        "template": chat.template_hash, "template_args": chat.template_args, "tokenizer": tokenizer_hash(target.tokenizer),
+        "eos_ids": sorted(chat.eos_ids), "system": parts.data.system, "supervise": parts.data.supervise,
+    }  # fmt: skip
 
 
 def build_setup(
@@ -98,10 +134,11 @@ def build_setup(
     training, validation = split_validation(rows, parts.train.validation_share)
     if not training:
         raise ValueError(f"train.validation_share: {parts.train.validation_share} leaves none of {len(rows)} rows to train on")
-    size = parts.drafter.draft_vocab_size
-    draft_ids = None
-    if size is not None:
-        draft_ids = vocab.choose(training, size, vocab_size=target.vocab_size, required=target.eos_token_ids)
+    size, checkpoint = parts.drafter.draft_vocab_size, parts.drafter.checkpoint
+    start = None if checkpoint is None else read_start(checkpoint, target.num_layers)
+    draft_ids = None if start is None else start_ids(start)
+    if size is not None and start is None:
+        draft_ids = draft_vocabulary(training, size, target, output, say)
     heads = FrozenHeads.build(target.embedding_weight, target.lm_head_weight, draft_ids)
     mask = parts.drafter.mask_token_id
     if mask is None:
@@ -112,6 +149,8 @@ def build_setup(
     config = native.build_config(target.config, parts.drafter, mask_token_id=mask, target_name=parts.target.name)
     torch.manual_seed(parts.seed)
     drafter = DSpark(config)
+    if start is not None:
+        init_from_checkpoint(drafter, start, str(checkpoint))
     attach_check(drafter, heads)
     if parts.drafter.init == "target" and target.final_norm is not None:
         init_from_target(drafter, target.layers, target.final_norm, target.embedding_weight)
@@ -119,6 +158,30 @@ def build_setup(
     if parts.data.features == "cached":
         source = cached_features(parts, target, drafter.tap_layers, rows, output, say)
     return Setup(drafter, heads, source, training, validation, target.softcap)
+
+
+def draft_vocabulary(
+    rows: Sequence[TokenRow], size: int, target: Target, output: Path, say: Callable[[str], None]
+) -> torch.Tensor:
+    """Ids of the reduced draft vocabulary, int64 [size], also written beside the answers. The same on every rank.
+
+    Raises ValueError for a size that is impossible.
+    """
+    required = vocab.required_ids(target.tokenizer, target.eos_token_ids, size)
+    sample = vocab.Sample(rows, target.vocab_size, ranks=vocab.merge_ranks(target.tokenizer, target.vocab_size))
+    weights = sample.tune(size, required)
+    ids = sample.choose(size, required, weights)
+    held = sample.held_out(size, required, weights)
+    if held:
+        domains = ", ".join(f"{name} {share:.1%}" for name, share in held.items() if name)
+        say(f"draft vocabulary: {size} of {target.vocab_size} ids cover {held['']:.1%} of unseen answers ({domains})")
+    folder = output / "answers" if (output / "answers").is_dir() else output
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab.save(folder, ids, vocab_size=target.vocab_size, facts={
+        "rows": len(rows), "weights": asdict(weights), "coverage_of_unseen": held,
+        "tokenizer": tokenizer_hash(target.tokenizer),
+    })  # fmt: skip
+    return ids
 
 
 def cached_features(
