@@ -51,7 +51,7 @@ def measure_costs(
     rows: Sequence[int] = ROWS,
     contexts: Sequence[int] = CONTEXTS,
     slots: Sequence[int] | None = None,
-    passes: int = 2,
+    passes: int = 4,
     seed: int = 0,
     say: Callable[[str], None] = lambda line: None,
 ) -> CostTable:
@@ -76,7 +76,7 @@ def measure_costs(
             for count in bench.rows[::-1] if sweep % 2 == 0 else bench.rows:
                 kinds = (False, True) if context == bench.contexts[0] else (False,)
                 for hot in kinds:
-                    for length, parts in bench.sweep(count, context, lengths, hot=hot):
+                    for length, parts in bench.sweep(count, context, lengths[:: 1 if sweep % 2 else -1], hot=hot):
                         found.setdefault((context, count, length, hot), []).extend(parts)
         say(f"context {context}: measured")
     for count in bench.rows:
@@ -201,7 +201,7 @@ class _Bench:
             began = time.perf_counter()
             self._step()  # pays for what the cycles before left behind
             seconds = time.perf_counter() - began
-            count = 5 if seconds < 0.03 else 3 if seconds < 0.1 else 2
+            count = 6 if seconds < 0.03 else 3 if seconds < 0.1 else 2
             found.append((length, [self._step() for _ in range(count)]))
         return found
 

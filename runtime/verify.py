@@ -125,6 +125,7 @@ def verify_and_draw(
     B drafts (None: p has B rows, in order), so that a part of a batch is verified without a copy of its laws. In native code
     the residual is never stored, and the block rule looks only at the slots that can decide.
     """
+    assert rule in RULES, rule
     if native.usable(p, q, uniforms, emit):
         _check(p, q, tokens, lengths, draft_ids, rows)
         out = torch.empty(2, len(tokens), dtype=torch.int64)

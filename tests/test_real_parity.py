@@ -115,7 +115,7 @@ def served(smollm2, tmp_path_factory):
 )
 def test_greedy_text_is_the_targets(served, name, rule, scheduler, slots):
     engine = served.engine(name, slots)
-    engine.rule, engine.scheduler = RULES[rule], SCHEDULERS[scheduler]()
+    engine.rule, engine.scheduler = rule, SCHEDULERS[scheduler]()
     found = engine.run(served.requests)
     for completion, request, plain in zip(found, served.requests, served.plain, strict=True):
         if request.sampling.greedy:
