@@ -168,18 +168,6 @@ def run(name: str, overrides: list[str], device: str = "auto") -> None:
     _bench(found, place)
 
 
-def data(name: str, overrides: list[str], device: str = "auto") -> None:
-    """The answers alone."""
-    found = open_run(name, overrides, prompts=True)
-    place = pick_device(device)
-    from ..models.target import load_target
-    from ..train import stage
-    from ..train.prompts import heldout_prompts
-
-    heldout = heldout_prompts(found.recipe.eval.prompts)
-    stage.prepare_rows(parts_of(found.recipe), load_target(found.recipe.target, place), found.folder, heldout=heldout)
-
-
 def train(name: str, overrides: list[str], device: str = "auto") -> None:
     """Answers where they are missing, then training; leaves OUTPUT/drafter. Also run by accelerate, on every rank."""
     found = open_run(name, overrides, prompts=True)

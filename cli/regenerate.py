@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from .allocator import keep_freed_memory
 from .pipeline import Run, open_run, parts_of, pick_device
 
 KEY = "DRAFTSMITH_API_KEY"
@@ -49,6 +50,7 @@ def run(
         with_drafter = drafter_folder(with_drafter)
     found = open_run(name, overrides, prompts=True)
     place = pick_device(device)
+    keep_freed_memory()
     if client is not None:
         client.choose_model(needs=found.recipe.data.max_length)
     from ..models.target import load_target

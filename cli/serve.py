@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import json
 import signal
 import sys
@@ -141,7 +142,7 @@ def load_scheduler(settings: Settings, folder: Path | None, target: str, device:
         path, hardware=hardware_name(device), dtype=settings.dtype, target=target, threads=torch.get_num_threads(),
         drafter=drafter_hash(folder),
     )  # fmt: skip
-    return LoadAware(table)
+    return LoadAware(table, clock=time.perf_counter)
 
 
 def _target_of(folder: Path | None) -> str:

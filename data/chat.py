@@ -121,9 +121,7 @@ class ChatFormat:
             ids += self.tokenizer(parts[-1], add_special_tokens=False)["input_ids"] + sorted(self.eos_ids)[:1]
         return ids
 
-    def tag_mask(
-        self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> list[bool] | None:
+    def tag_mask(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None) -> list[bool] | None:
         """Mask [T] from the generation tags of the template; None when there are none or they mark nothing."""
         if not self.has_tags:
             return None

@@ -78,10 +78,10 @@ class SourceConfig:
         for key, value in values.items():
             if key not in known:
                 raise ValueError(f"{where}.{key}: unknown key; an entry has the keys {', '.join(known)}")
-            kind, words = {"weight": ((int, float), "a number above 0"), "cap": (int, "an integer, at least 1")}.get(
-                key, (str, "a text that is not empty")
-            )
-            good = isinstance(value, kind) and not isinstance(value, bool)
+            number = {"weight": "a number above 0", "cap": "an integer, at least 1"}.get(key)
+            kinds = (int, float) if key == "weight" else (int,) if number else (str,)
+            words = number or "a text that is not empty"
+            good = isinstance(value, kinds) and not isinstance(value, bool)
             if value is not None and not (good and (value.strip() if isinstance(value, str) else value > 0)):
                 raise ValueError(f"{where}.{key}: {value!r} is not allowed; it must be {words}")
         if not values.get("source"):

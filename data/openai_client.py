@@ -1,7 +1,7 @@
 """Client of an OpenAI-compatible server (vLLM, SGLang, `draftsmith serve`): streamed completions of token ids, with retries.
 
 Standard library only. Every worker keeps one connection, so `concurrency` bounds what is in flight. A request is repeated from
-its beginning when the server is busy (429, its Retry-After is kept), fails (5xx), is silent for too long, or ends a stream early;
+its beginning when the server is busy (429, its Retry-After is kept), fails (5xx), is silent too long, or ends a stream early;
 what had arrived of it is dropped, so nothing is lost and nothing doubled. The same seed is sent again.
 """
 

@@ -237,7 +237,7 @@ def answer(
     choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason(completion), "stop_reason": stop_reason}
     choice |= {"message": {"role": "assistant", "content": text}} if call.chat else {"text": text}
     choice["logprobs"] = None if logprobs is None else shown_logprobs(served.tokenizer, logprobs, chat=call.chat)
-    body = {
+    body: dict[str, Any] = {
         "id": name, "object": "chat.completion" if call.chat else "text_completion", "created": int(time.time()),
         "model": served.model, "choices": [choice], "usage": usage(len(call.prompt_ids), len(completion.token_ids)),
     }  # fmt: skip
@@ -259,7 +259,7 @@ def chunk(
         choice["delta"] = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
     else:
         choice["text"] = text
-    body = {
+    body: dict[str, Any] = {
         "id": name, "object": "chat.completion.chunk" if call.chat else "text_completion", "created": int(time.time()),
         "model": served.model, "choices": [choice],
     }  # fmt: skip

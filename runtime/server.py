@@ -151,9 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/metrics":
             stats = loop.engine.stats
             parts = {name: getattr(stats, f"{name}_s") for name in ("prefill", "draft", "head", "schedule", "verify", "rest")}
-            text = api.metrics(
-                owner.served, loop.counts, running=loop.running, waiting=loop.live - loop.running, seconds=parts
-            )
+            text = api.metrics(owner.served, loop.counts, running=loop.running, waiting=loop.live - loop.running, seconds=parts)
             self._send(200, text.encode(), "text/plain; version=0.0.4; charset=utf-8")
         else:
             self._refuse(BadRequest(None, f"nothing at {path}", status=404))

@@ -4,15 +4,19 @@ import json
 
 import pytest
 
-from draftsmith.data.config import DataConfig, GenerationConfig
+from draftsmith.data.config import DataConfig, DoctorConfig, GenerationConfig, SourceConfig
+from draftsmith.data.reading import hub_rows
 from draftsmith.data.source import (
     Prompt,
     check_overlap,
     deduplicate,
     load_prompts,
+    mixture,
+    overlap,
     prompts_hash,
     read_prompts,
     select,
+    select_prompts,
     to_prompt,
 )
 
@@ -55,13 +59,16 @@ def test_shapes(row, turns, system, replies):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"text": "x"}, "no known schema"),
+        ({"body": "x"}, "no known schema in the keys body; one of them must be messages, .* or text"),
         ({"turns": []}, "no known schema"),
-        ({"turns": ["ok", ""]}, "turn must be a text"),
-        ({"prompt": 7}, "prompt must be a text"),
+        ({"turns": ["ok", ""]}, r"turns\[1\]: '' is not allowed; it must be a text that is not empty"),
+        ({"prompt": 7}, "prompt: 7 is not allowed; it must be a text"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}, "two user messages"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "without a user"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, "role 'robot'"),
+        (
+            {"messages": [{"role": "robot", "content": "a"}]},
+            r"messages\[0\]\.role: 'robot' is not allowed; it must be one of system, user, assistant, tool",
+        ),
     ],
 )
 def test_rows_that_are_no_prompt(row, reason):
@@ -191,3 +198,132 @@ def test_hash_sees_order_text_and_system():
 def test_bad_settings_name_key_and_value(key, build):
     with pytest.raises(ValueError, match=key + ".*: "):
         build()
+
+
+# ---- streams, mixtures, near duplicates -----------------------------------------------------------------------------
+
+
+def numbered(path, name, count, **more):
+    return write(path, [{"id": f"{name}{i}", "prompt": f"{name} asks question {i} of {name}", **more} for i in range(count)])
+
+
+def test_streaming_reads_no_more_than_its_cap(tmp_path):
+    from datasets import Dataset
+
+    rows = [{"id": f"p{i}", "prompt": f"text {i}"} for i in range(9)]
+    Dataset.from_list(rows).to_parquet(str(tmp_path / "p.parquet"))
+    write(tmp_path / "p.jsonl", rows[:4]), (tmp_path / "p.jsonl").open("a").write("broken {\n")
+    for name in ("p.parquet", "p.jsonl"):  # the broken line lies behind the cap
+        assert [p.id for p in load_prompts(DataConfig(prompts=str(tmp_path / name), streaming=4))] == ["p0", "p1", "p2", "p3"]
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 not really")
+    with pytest.raises(ValueError, match=r"bad\.parquet: cannot be read as parquet"):
+        load_prompts(DataConfig(prompts=str(tmp_path / "bad.parquet"), streaming=4))
+
+
+def test_hub_rows_of_a_data_set_repository(tmp_path):
+    """The loader of the Hub reads a folder as well; whole and streamed it gives the same rows, and a stream has no slices."""
+    write(tmp_path / "train.jsonl", [{"prompt": f"text {i}"} for i in range(3)])
+    source = SourceConfig(source=str(tmp_path))
+    whole, stream = (list(hub_rows(source, "train", streaming=flag)) for flag in (False, True))
+    assert whole == stream and [row.place for row in whole] == [f"{tmp_path}: row {n}" for n in (1, 2, 3)]
+    assert len(list(hub_rows(source, "train[:2]", streaming=False))) == 2
+    with pytest.raises(ValueError, match=r"split='train\[:2\]': a stream has no slices"):
+        list(hub_rows(source, "train[:2]", streaming=True))
+    with pytest.raises(ValueError, match="not readable from the Hub"):
+        list(hub_rows(source, "nosuch", streaming=False))
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"source": "a", "wieght": 1}, r"prompts\[0\]\.wieght: unknown key; an entry has the keys source, weight"),
+        ({"source": "a", "weight": 0}, r"prompts\[0\]\.weight: 0 is not allowed; it must be a number above 0"),
+        ({"source": "a", "cap": 1.5}, r"prompts\[0\]\.cap: 1.5 is not allowed; it must be an integer, at least 1"),
+        ({"source": "a", "domain": " "}, r"prompts\[0\]\.domain: ' ' is not allowed; it must be a text"),
+        ({"weight": 1}, r"prompts\[0\]\.source: missing"),
+    ],
+)
+def test_wrong_entries_name_key_value_and_range(entry, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(prompts=(entry,))
+
+
+def test_weights_for_some_sources_only_are_refused():
+    with pytest.raises(ValueError, match=r"prompts\[1\]\.weight: missing; either every source has a weight or none"):
+        DataConfig(prompts=({"source": "a", "weight": 1}, "b"))
+
+
+def test_mixture_keeps_the_weights_and_its_prefixes_too(tmp_path):
+    a, b = numbered(tmp_path / "a.jsonl", "alpha", 90, domain="code"), numbered(tmp_path / "b.jsonl", "beta", 20)
+    config = dict(prompts=({"source": a, "weight": 3}, {"source": b, "weight": 1.0, "domain": "chat"}), near_duplicates=None)
+    found = select_prompts(DataConfig(**config))
+    assert found.used == [60, 20] and {p.domain for p in found.prompts} == {"code", "chat"}
+    for size in (8, 40):
+        assert sum(p.id.startswith("alpha") for p in found.prompts[:size]) == 3 * size // 4
+    assert select_prompts(DataConfig(**config, limit=40)).used == [30, 10]
+    assert found.line().endswith("chat 20, code 60; sources 60, 20")
+
+
+def test_mixture_sizes_are_the_largest_that_fit():
+    parts = [[Prompt(f"{n}-{i}", "d", (str(i),)) for i in range(size)] for n, size in enumerate((10, 100, 7))]
+    sizes = lambda weights, limit=None: [len(part) for part in mixture(parts, weights, limit)]  # noqa: E731
+    assert sizes([1, 1, 1]) == [7, 7, 7]
+    assert sizes([1, 8, 0.5]) == [10, 80, 5]
+    assert sizes([1, 1, 1], 20) == [7, 7, 6]
+    assert sizes([1, 1, 1], 2) == [1, 1, 0]
+
+
+def test_caps_and_domains_of_sources(tmp_path):
+    a, b = numbered(tmp_path / "a.jsonl", "alpha", 9), numbered(tmp_path / "b.jsonl", "beta", 9, category="math")
+    found = select_prompts(DataConfig(prompts=({"source": a, "cap": 4, "domain": "chat"}, {"source": b, "domain": "chat"})))
+    assert found.used == [4, 9] and [p.domain for p in found.prompts] == ["chat"] * 4 + ["math"] * 9
+
+
+def test_shuffle_is_a_seeded_order(tmp_path):
+    path = numbered(tmp_path / "a.jsonl", "alpha", 30)
+    orders = [[p.id for p in load_prompts(DataConfig(prompts=path, shuffle=seed))] for seed in (None, 0, 0, 1)]
+    assert orders[0] == [f"alpha{i}" for i in range(30)] and orders[1] == orders[2]
+    assert len({tuple(order) for order in orders}) == 3 and all(sorted(order) == sorted(orders[0]) for order in orders)
+    capped = load_prompts(DataConfig(prompts={"source": path, "cap": 5}, shuffle=0))
+    assert [p.id for p in capped] == orders[1][:5]
+
+
+LONG = "please explain to a young child in plain words how the moon moves the sea twice a day and what it does to ships"
+
+
+def test_near_duplicates_are_left_out_and_counted(tmp_path):
+    rows = [{"id": "a", "prompt": LONG}, {"id": "b", "prompt": f"{LONG.upper()}!!"}, {"id": "c", "prompt": LONG, "system": "s"}]
+    path = write(tmp_path / "p.jsonl", rows)
+    found = select_prompts(DataConfig(prompts=path))
+    assert [p.id for p in found.prompts] == ["a", "c"], "another system prompt makes another conversation"
+    assert found.near == [("b", "a", 1.0)] and found.equal == 0
+    assert "(0 duplicates and 1 near duplicates removed)" in found.line()
+    assert len(load_prompts(DataConfig(prompts=path, near_duplicates=None))) == 3
+
+
+def test_ids_stay_unique_whatever_the_source_calls_them():
+    prompts = [Prompt(name, "d", (str(n),)) for n, name in enumerate(("a", "a", "a~2", "a"))]
+    assert [p.id for p in deduplicate(prompts)] == ["a", "a~2", "a~2~2", "a~3"]
+
+
+def test_near_overlap_names_the_pair_and_the_text():
+    heldout = [Prompt("h", "chat", (LONG,)), Prompt("other", "chat", ("how many legs has a spider that lost two",))]
+    near = [Prompt("t", "chat", (LONG.replace("young child", "pupil"),)), Prompt("u", "chat", ("why is the sky blue",))]
+    inside = [
+        Prompt("v", "chat", (f"I am a teacher of geography in a small town. {LONG}. Use four pictures and two examples.",))
+    ]
+    check_overlap(near + inside, heldout)
+    assert overlap(near + inside, heldout, near=0.6) == [("t", "h"), ("v", "h")]
+    with pytest.raises(
+        ValueError, match=r"2 training prompts are also held-out prompts \(t ~ h, v ~ h\).*'please explain to a pupil"
+    ):
+        check_overlap(near + inside, heldout, near=0.6)
+    both = [Prompt("w", "chat", (LONG,)), *near]
+    with pytest.raises(ValueError, match=r"\(w = h, t ~ h\)"):
+        check_overlap(both, heldout, near=DoctorConfig().max_overlap)
+
+
+def test_tools_are_part_of_what_a_prompt_is():
+    tool = {"type": "function", "function": {"name": "f"}}
+    plain, offered = Prompt("a", "c", ("x",)), Prompt("a", "c", ("x",), tools=(tool,))
+    assert prompts_hash([plain]) != prompts_hash([offered]) and len(deduplicate([plain, offered])) == 2

@@ -110,3 +110,31 @@ def test_any_prefix_is_balanced(train):
 @pytest.mark.parametrize("split", ["train", "heldout"])
 def test_files_are_what_the_generator_writes(split):
     assert (build.FOLDER / f"{split}.jsonl").read_bytes() == build.render(split).encode("utf-8")
+
+
+def masked(text: str) -> list[str]:
+    """Words of a prompt with quoted text, numbers and names masked: what is left of it is its template."""
+    text = re.sub(r'"[^"\n]*"|`[^`\n]*`', " quoted ", text)
+    text = re.sub(r"(?<=[a-z,;:] )[A-Z][a-z]+\b", "name", text)
+    return re.findall(r"[a-z']+", re.sub(r"\d+(?:[.,:]\d+)*", " number ", text).lower())
+
+
+def largest_share(rows: list[dict], cut) -> float:
+    """Share of the rows that hold the most frequent of the word runs `cut(words)`."""
+    held = Counter(run for row in rows for run in set(cut(masked(row["turns"][0]))))
+    return max(held.values()) / len(rows)
+
+
+def test_no_template_covers_more_than_two_percent_whatever_its_family_is_called(train):
+    """Measured on the texts: the opening, and any run of 8 masked words, anywhere in the prompt."""
+    assert largest_share(train, lambda w: [tuple(w[:5])]) <= 0.02
+    assert largest_share(train, lambda w: [tuple(w[i : i + 8]) for i in range(len(w) - 7)]) <= 0.02
+
+
+def test_near_duplicate_check_separates_training_and_heldout(train):
+    from draftsmith.data.config import DataConfig, DoctorConfig
+    from draftsmith.data.source import load_prompts, overlap
+
+    training = load_prompts(DataConfig())
+    held = load_prompts(DataConfig(prompts="builtin:heldout", near_duplicates=None))
+    assert len(training) == len(train) and not overlap(training, held, near=DoctorConfig().max_overlap / 2)
