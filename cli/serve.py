@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 import json
 import signal
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

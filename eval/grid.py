@@ -154,7 +154,7 @@ class _Grid:
         )  # fmt: skip
         sides: dict[str, Scheduler] = {PLAIN: FixedLength(0)}
         sides |= {fixed(gamma): FixedLength(gamma) for gamma in resolve_gammas(self.cfg, self.block)}
-        return Rig(engine, sides | {SCHEDULED: LoadAware(self.costs)}, self.cfg)
+        return Rig(engine, sides | {SCHEDULED: LoadAware(self.costs, clock=time.perf_counter)}, self.cfg)
 
     def _prompts(self, context: int, domain: str) -> list[EvalPrompt]:
         if context not in self._loaded:

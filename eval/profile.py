@@ -35,6 +35,7 @@ from .stage import Serving
 ROWS = (1, 2, 4, 8, 16)
 CONTEXTS = (128, 1024, 4096)
 _DRIFT = 96  # positions a row may move away from its context before it starts again
+QUIET = 0.15  # spread of repeated cycles above which the machine was too busy to be profiled
 _UPKEEP_STEPS = 33  # of plain cycles: the drafter writes what they left behind every 32
 MakeProposer = Callable[[int, int], Proposer]  # (slots, max_context)
 Parts = tuple[float, float, float]  # draft, verify, rest in milliseconds
@@ -88,6 +89,7 @@ def measure_costs(
         notes={
             "rule": rule, "seconds": round(time.perf_counter() - began, 1), "backend": decoder.backend, "versions": versions(),
             "samples": {"least": min(map(len, found.values())), "most": max(map(len, found.values()))},
+            "spread": round(_spread(list(found.values())), 3),
         },
         **table,
     )  # fmt: skip
@@ -131,6 +133,11 @@ def profile(
         table = table.with_acceptance(before.acceptance)
     except ValueError:
         pass  # none, or of another drafter
+    if table.notes["spread"] > QUIET:
+        say(
+            f"warning: repeated cycles differ by {table.notes['spread']:.0%} (quartiles): the machine is busy, and a scheduler "
+            "that trusts this table may choose badly; profile again when it is quiet"
+        )
     table.save(to)
     return table
 
@@ -238,6 +245,12 @@ class _Bench:
         assert stats.steps == 1 and stats.cycles == len(self._live), "a row ended while it was measured"
         self._moved += max(k for k, n in enumerate(stats.length_counts) if n) + 1
         return 1e3 * (stats.draft_s + stats.head_s), 1e3 * stats.verify_s, 1e3 * (stats.rest_s + stats.schedule_s)
+
+
+def _spread(points: Sequence[Sequence[Parts]]) -> float:
+    """Median over the points of (upper - lower quartile) / median of a cycle's time: how quiet the machine was."""
+    quartiles = [np.percentile([sum(parts) for parts in samples], (25, 50, 75)) for samples in points]
+    return float(np.median([(high - low) / middle for low, middle, high in quartiles]))
 
 
 class _Pinned(FixedLength):

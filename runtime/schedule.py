@@ -184,9 +184,10 @@ class LoadAware:
     percent of the time.
 
     hysteresis: relative gain that a change of mode or slots must promise. replan: cycles for which a plan stands, and after
-    which what they showed is learnt; up to four times as long while it does not change. clock (in seconds): where given, cycles are timed and the table's ratio of drafted to
-    plain cycles is corrected by what they took. Choices then depend on timing: greedy answers do not, but sampled ones differ
-    from run to run. What was learnt outlives requests and changes of load; one object serves one engine.
+    which what they showed is learnt; up to four times as long while it does not change. clock (in seconds): where given, cycles
+    are timed and the table's ratio of drafted to plain cycles is corrected by what they took. Choices then depend on timing:
+    greedy answers do not, but sampled ones differ from run to run. What was learnt outlives requests and changes of load; one
+    object serves one engine.
     """
 
     wants_survival = True
