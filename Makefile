@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell printf %s '$(TORCH)' | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-slow lint format types clean
+.PHONY: help setup quickstart test test-slow interop lint format types clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,6 +33,21 @@ test: $(STAMP)  ## the tests that CI runs
 
 test-slow: $(STAMP)  ## the long ones
 	$(BIN)/pytest -q -m slow $(ARGS)
+
+# speculators asks for a PyTorch and a vision package of its own choice: its other needs are named here instead
+INTEROP := .interop/venv
+INTEROP_STAMP := $(INTEROP)/.installed
+QUICKSTART := outputs/quickstart/drafter
+
+$(INTEROP_STAMP): Makefile
+	test -x $(INTEROP)/bin/python || $(PYTHON) -m venv $(INTEROP)
+	$(INTEROP)/bin/pip install --quiet torch==2.13.0 transformers==5.19.0 safetensors pydantic numpy loguru openai
+	$(INTEROP)/bin/pip install --quiet "datasets<=5.1.0" pyarrow xxhash multiprocess dill pandas
+	$(INTEROP)/bin/pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	touch $@
+
+interop: $(STAMP) $(INTEROP_STAMP)  ## exported drafters in the speculators package, in its own environment (1.5 GB)
+	$(BIN)/python benchmarks/interop.py --python $(INTEROP)/bin/python $(if $(wildcard $(QUICKSTART)),--drafter $(QUICKSTART))
 
 lint: $(STAMP)  ## style and layering of imports
 	$(BIN)/ruff check .

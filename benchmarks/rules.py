@@ -90,8 +90,8 @@ def main(arguments: list[str] | None = None) -> None:
     low, high = found["tau_ratio_interval"]
     tau = found["tau"]
     print(
-        f"tau at T={args.temperature:g}: block {tau['block']:.3f}, token-wise {tau['token']:.3f}; ratio {found['tau_ratio']:.3f} "
-        f"[{low:.3f}, {high:.3f}] over {found['prompts']} prompts, gamma {found['gamma']}"
+        f"tau at T={args.temperature:g}: block {tau['block']:.3f}, token-wise {tau['token']:.3f}; "
+        f"ratio {found['tau_ratio']:.3f} [{low:.3f}, {high:.3f}] over {found['prompts']} prompts, gamma {found['gamma']}"
     )
 
 

@@ -46,7 +46,7 @@ def log_artifact(folder: Path, name: str, *, project: str, mode: str) -> None:
     """Log the folder as a W&B artifact of type model, in the recipe's project and mode."""
     import wandb
 
-    run = wandb.init(project=project, job_type="export", mode=mode)  # type: ignore[arg-type]
+    run = wandb.init(project=project, job_type="export", mode=mode)
     artifact = wandb.Artifact(name, type="model")
     artifact.add_dir(str(folder))
     run.log_artifact(artifact)

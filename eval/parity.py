@@ -251,7 +251,7 @@ def self_test(folder: Path, fixture: Path) -> Record:
         outcome = examine(broken, fixture)
         named = any(words in cause for cause in outcome.causes)
         failed = [check.name for check in outcome.checks if not check.passed]
-        found[fault] = {"caught": bool(failed) and named, "failed": failed, "causes": outcome.causes}
+        found[fault] = {"caught": not outcome.passed and named, "failed": failed, "causes": outcome.causes}
     return found
 
 

@@ -11,7 +11,8 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-Config, Tensors = dict[str, Any], dict[str, Tensor]
+Config = dict[str, Any]
+Tensors = dict[str, Tensor]
 
 
 def _taps(config: Config, tensors: Tensors) -> bool:

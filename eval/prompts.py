@@ -96,10 +96,10 @@ def calibration_ids(prompts: Sequence[Prompt], share: float) -> set[str]:
         key = normalise(longest) if len(longest.split()) >= 25 else f"id {prompt.id}"
         groups.setdefault(hashlib.blake2b(key.encode(), digest_size=8).digest(), []).append(prompt.id)
     chosen: set[str] = set()
-    for key in sorted(groups)[:-1]:
+    for digest in sorted(groups)[:-1]:
         if len(chosen) >= round(share * len(prompts)):
             break
-        chosen |= set(groups[key])
+        chosen |= set(groups[digest])
     return chosen
 
 

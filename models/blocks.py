@@ -8,6 +8,7 @@ serving: runtime/dspark.py), so both share every weight and every formula.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -104,6 +105,13 @@ class Rope(nn.Module):
         super().__init__()
         self.register_buffer("inv_freq", inv_freq.float(), persistent=False)
         self.scaling = scaling
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Rope:
+        """A cast of the module moves the frequencies, but never rounds them: in bf16, position 500 would be off by radians."""
+        exact = self.inv_freq
+        super()._apply(fn, recurse)
+        self.inv_freq = exact.to(self.inv_freq.device)
+        return self
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions int64 [...] -> (cos, sin) float32 [..., hd]."""

@@ -45,8 +45,11 @@ class DSparkConfig:
     draft_vocab_size: int | None = field(
         default=None, metadata={"help": "reduced draft vocabulary (FR-Spec); None = the target's", "ge": 2}
     )
-    init: Literal["random", "target"] = field(
-        default="target", metadata={"help": "start from the target's last layers and norms, or at random"}
+    init: Literal["random", "target", "checkpoint"] = field(
+        default="target", metadata={"help": "start from the target's last layers and norms, at random, or from `checkpoint`"}
+    )
+    checkpoint: str | None = field(
+        default=None, metadata={"help": "folder of a drafter to start from (init: checkpoint); its draft vocabulary is kept"}
     )
 
     @property

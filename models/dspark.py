@@ -23,7 +23,8 @@ from .masks import block_attention, context_mask
 class DSpark(nn.Module):
     """Trainable part of the drafter. `config` is the dict of the exported config.json (models/export/native.py).
 
-    Attributes: block_size G, tap_layers, mask_token_id, hidden_size H, draft_vocab_size Vd.
+    Attributes: block_size G, tap_layers, mask_token_id, hidden_size H, draft_vocab_size Vd; first_slot, the first slot that
+    predicts (0, or 1 in an imported fill-in drafter, which serves but does not train), and num_predictions = G - first_slot.
     """
 
     d2t: Tensor | None
@@ -32,6 +33,9 @@ class DSpark(nn.Module):
         super().__init__()
         self.config = config
         self.block_size: int = config["block_size"]
+        # Fill-in blocks (DFlash): slot j predicts its own position anchor+j, so the anchor's slot predicts nothing.
+        self.first_slot: int = 0 if config["sample_from_anchor"] else 1
+        self.num_predictions: int = self.block_size - self.first_slot
         self.tap_layers: tuple[int, ...] = tuple(config["target_layer_ids"])
         self.mask_token_id: int = config["mask_token_id"]
         self.hidden_size: int = config["hidden_size"]
@@ -75,10 +79,10 @@ class DSpark(nn.Module):
         """taps [..., n*H] in tap order -> H_ctx [..., H] (DSpark section 1.1: RMSNorm after the shared projection)."""
         return self.hidden_norm(self.fc(taps))
 
-    def block_inputs(self, anchor_tokens: Tensor, embedding: Tensor) -> Tensor:
-        """anchor_tokens int64 [...] -> input states [..., G, H]: the anchor, then G-1 masks."""
+    def block_inputs(self, anchor_tokens: Tensor, embedding: Tensor, slots: int | None = None) -> Tensor:
+        """anchor_tokens int64 [...] -> input states [..., G, H]: the anchor, then G-1 masks. slots: another G."""
         anchor = embedding[anchor_tokens].unsqueeze(-2)
-        mask = embedding[self.mask_token_id].expand(*anchor.shape[:-2], self.block_size - 1, -1)
+        mask = embedding[self.mask_token_id].expand(*anchor.shape[:-2], (slots or self.block_size) - 1, -1)
         return torch.cat((anchor, mask), dim=-2)
 
     def unroll(

@@ -5,12 +5,14 @@ Which start is better is measured, not assumed: see docs/decisions.md.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .dspark import DSpark
+from .export import importers, native
 
 COPIED = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
@@ -51,3 +53,39 @@ def _copy(ours: nn.Module, theirs: nn.Module, name: str) -> None:
     weight = getattr(source, "weight", None)
     if weight is not None and weight.shape == ours.weight.shape:
         ours.weight.copy_(weight)
+
+
+# What the weights of a drafter mean: another value makes them weights of something else.
+SAME = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "target_layer_ids", "mask_token_id", "rope_parameters", "markov_rank", "markov_head_type",
+    "enable_confidence_head", "confidence_head_with_markov", "draft_vocab_size", "sample_from_anchor",
+)  # fmt: skip
+
+
+def read_start(folder: str, num_target_layers: int) -> importers.Imported:
+    """The drafter that training starts from, in any layout that says its frame. ValueError as importers.read."""
+    found = importers.read(Path(folder), num_target_layers=num_target_layers)
+    if not found.config["sample_from_anchor"]:
+        raise ValueError(
+            f"drafter.checkpoint: {folder} is a fill-in drafter; training is anchor-first, so it is no start for it"
+        )
+    return found
+
+
+def start_ids(found: importers.Imported) -> Tensor | None:
+    """The draft vocabulary of a checkpoint, int64 [Vd]; None for the full one."""
+    d2t = found.tensors.get("d2t")
+    return None if d2t is None else d2t + torch.arange(len(d2t))
+
+
+def init_from_checkpoint(drafter: DSpark, found: importers.Imported, folder: str) -> None:
+    """Load the checkpoint's weights. ValueError naming the first key in which it differs from the recipe's drafter."""
+    for key in SAME:
+        ours, theirs = drafter.config.get(key), found.config.get(key)
+        if key == "draft_vocab_size":
+            ours, theirs = ours or drafter.config["vocab_size"], theirs or found.config["vocab_size"]
+        if ours != theirs:
+            raise ValueError(f"drafter.checkpoint: {folder} has {key} {theirs!r}, the recipe's drafter {ours!r}")
+    left_out = {*native.FROZEN, "d2t", "t2d"}
+    native.fill(drafter, {name: value for name, value in found.tensors.items() if name not in left_out}, folder)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from .config import SamplingParams
+from .kernels.sampling import SurvivalMap
 
 FILE = "calibration.json"
 SCHEMA = 1
@@ -103,6 +104,7 @@ class Calibration:
             raise ValueError(f"entries: got temperatures {temperatures}, allowed: each once")
         self._tables: dict[torch.device, tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None]] = {}
         self._rows: dict[float, list[tuple[float, float, Any]]] = {}  # by temperature: slope, offset, (x, y) of each slot
+        self._maps: dict[float, SurvivalMap] = {}
         self._warned: set[str] = set()
 
     @torch.inference_mode()
@@ -129,8 +131,10 @@ class Calibration:
         """`apply` for one row on the host: a dozen numbers, for which plain Python is quicker than calls into torch."""
         table = self._rows.get(temperature)
         if table is None:
-            entry = min(self.entries, key=lambda e: abs(e.setting.temperature - temperature))
-            maps = [None if entry.knots is None else tuple(zip(*slot, strict=True)) for slot in entry.knots or entry.slope]
+            entry = self._nearest(temperature)
+            maps: list[Any] = [None] * len(entry.slope)
+            if entry.knots is not None:
+                maps = [tuple(zip(*slot, strict=True)) for slot in entry.knots]
             table = self._rows[temperature] = list(zip(entry.slope, entry.offset, maps, strict=True))
         product, least, found = 1.0, 1.0, []
         for z, (slope, offset, knots) in zip(logits, table, strict=False):
@@ -139,6 +143,20 @@ class Calibration:
             least = least if value >= least else value  # NaN goes on
             found.append(least)
         return found
+
+    def maps(self, temperature: Tensor) -> list[SurvivalMap]:
+        """The map of each row, temperature [B] on the CPU, for the native code that does what `apply` does."""
+        found = []
+        for heat in temperature.tolist():
+            if heat not in self._maps:
+                entry = self._nearest(heat)
+                knots = None if entry.knots is None else [([x for x, _ in slot], [y for _, y in slot]) for slot in entry.knots]
+                self._maps[heat] = SurvivalMap(entry.slope, entry.offset, knots)
+            found.append(self._maps[heat])
+        return found
+
+    def _nearest(self, temperature: float) -> Entry:
+        return min(self.entries, key=lambda e: abs(e.setting.temperature - temperature))
 
     def check(self, sampling: SamplingParams, rule: str) -> str | None:
         """Warning text when a request runs under a setting that was not fitted; None when all is well."""

@@ -149,7 +149,11 @@ def test_a_missing_key_of_the_frame_is_refused(exported: Path, key: str):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (dict(sample_from_anchor=False), "sample_from_anchor: False"),
+        (
+            dict(sample_from_anchor=False, markov_head_type="rnn"),
+            "sample_from_anchor: false needs block_size 2 or more and no rnn",
+        ),
+        (dict(sample_from_anchor=False, block_size=1), "sample_from_anchor: false needs block_size 2 or more"),
         (dict(sample_from_anchor="true"), "sample_from_anchor: 'true'"),
         (dict(mask_token_id=97), r"mask_token_id: 97 outside \[0, 96\]"),
         (dict(mask_token_id=-1), r"mask_token_id: -1"),

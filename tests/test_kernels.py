@@ -255,9 +255,9 @@ def test_draft_stack_equals_the_drafter(dtype: torch.dtype):
 
     config = dict(
         hidden_size=64, vocab_size=97, num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=96,
-        num_hidden_layers=2, rms_norm_eps=1e-6, block_size=5, mask_token_id=0, target_layer_ids=[0, 2], markov_rank=0,
-        markov_head_type="vanilla", enable_confidence_head=False, confidence_head_with_markov=False, rope_theta=10000.0,
-        max_position_embeddings=512, initializer_range=0.2,
+        num_hidden_layers=2, rms_norm_eps=1e-6, block_size=5, sample_from_anchor=True, mask_token_id=0, target_layer_ids=[0, 2],
+        markov_rank=0, markov_head_type="vanilla", enable_confidence_head=False, confidence_head_with_markov=False,
+        rope_theta=10000.0, max_position_embeddings=512, initializer_range=0.2,
     )  # fmt: skip
     torch.manual_seed(0)
     drafter = DSpark(config).eval().requires_grad_(False)
@@ -274,3 +274,143 @@ def test_draft_stack_equals_the_drafter(dtype: torch.dtype):
         block = drafter.block_inputs(previous[:, a, 0], embedding.to(dtype))
         _, _, got = stack.forward(block, cache, rows, anchors[:, a], hidden=True, causal=False)
         torch.testing.assert_close(got.float(), want[:, a], atol=tolerance, rtol=0)
+
+
+def wide_drafter(dtype: torch.dtype, **changes):
+    """A drafter and heads of sizes the kernels take."""
+    from drafters import tiny_drafter
+
+    drafter, heads = tiny_drafter(tiny_model(head_dim=32), reduced=True, **changes)
+    return drafter.to(dtype), heads.to(dtype)
+
+
+def backbones(dtype: torch.dtype, slots: int = 4, length: int = 200):
+    from draftsmith.runtime.backbone import KernelBackbone, TorchBackbone
+
+    drafter, heads = wide_drafter(dtype)
+    return drafter, [kind(drafter, heads, slots, length) for kind in (KernelBackbone, TorchBackbone)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_fused_backbone_equals_pytorch(dtype: torch.dtype):
+    need(dtype)
+    from draftsmith.runtime.backbone import Part
+
+    drafter, both = backbones(dtype)
+    taps, first = randn(2, 9, 128, seed=1).to(dtype), randn(1, 130, 128, seed=2).to(dtype)
+    anchors, positions = torch.tensor([7, 9]), torch.tensor([137, 4])
+    found = []
+    for backbone in both:
+        backbone.write_context([Part(3, 0, 130, first, 0)])
+        backbone.write_context([Part(3, 130, 3, taps, 0), Part(0, 0, 4, taps, 1), Part(3, 133, 4, taps, 1)])
+        found.append(
+            [[t.clone() for t in backbone.block([3, 0], anchors, positions, 137, n, skip)] for n, skip in ((5, 0), (3, 1))]
+        )
+    for (hidden, base), (want_hidden, want_base) in zip(*found, strict=True):
+        tolerance = 1e-5 if dtype == torch.float32 else 0.1
+        torch.testing.assert_close(hidden.float(), want_hidden.float(), atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(base, want_base, atol=tolerance * 4, rtol=tolerance)
+    assert [t.shape[1] for t in found[0][1]] == [2, 2]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_projection_rounds_as_the_unfused_one(dtype: torch.dtype):
+    need(dtype)
+    from draftsmith.runtime.backbone import Part
+
+    drafter, (fused, _) = backbones(dtype)
+    taps, stack = randn(1, 40, 128, seed=1).to(dtype), fused.stack
+    fused.write_context([Part(1, 0, 40, taps, 0)])
+    features = drafter.hidden_norm(PackedLinear(drafter.fc.weight)(taps))
+    stack.write_context(features, fused.cache, torch.tensor([2]), torch.tensor([0]))
+    for cache in (fused.cache.k, fused.cache.v):
+        assert cache[:, 1].abs().amax() > 0.1
+        if dtype == torch.float32:
+            torch.testing.assert_close(cache[:, 1], cache[:, 2], atol=1e-5, rtol=0)
+        else:  # all but the last bit: the norm's sum is taken in another order
+            torch.testing.assert_close(cache[:, 1].float(), cache[:, 2].float(), atol=0.02, rtol=2**-7)
+            assert (cache[:, 1] == cache[:, 2]).float().mean() > 0.95
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_fused_backbone_does_not_depend_on_the_batch_bitwise(dtype: torch.dtype):
+    need(dtype)
+    from draftsmith.runtime.backbone import Part
+
+    _, (together, _) = backbones(dtype)
+    _, (alone, _) = backbones(dtype)
+    taps, lengths, slots = randn(3, 40, 128, seed=1).to(dtype), [40, 1, 17], [3, 0, 2]
+    together.write_context([Part(slots[b], 0, lengths[b], taps, b) for b in range(3)])
+    anchors, positions = torch.tensor([7, 9, 11]), torch.tensor(lengths)
+    hidden, base = (t.clone() for t in together.block(slots, anchors, positions, 40, 5))
+    for b in range(3):
+        for j in range(lengths[b]):  # one position at a time
+            alone.write_context([Part(1, j, 1, taps[b : b + 1, j:], 0)])
+        one, logits = alone.block([1], anchors[b : b + 1], positions[b : b + 1], 40, 5)
+        assert torch.equal(one[0], hidden[b]) and torch.equal(logits[0], base[b])
+
+
+@torch.no_grad()
+def test_a_wrong_slot_token_or_position_is_refused():
+    from draftsmith.runtime.backbone import Part
+
+    _, (backbone, _) = backbones(torch.float32)
+    with pytest.raises(AssertionError, match="rows out of range"):
+        backbone.write_context([Part(4, 0, 2, randn(1, 2, 128), 0)])
+    for rows, token, position, name in (
+        ([4], 1, 0, "rows"),
+        ([0], 97, 0, "tokens"),
+        ([0], -1, 0, "tokens"),
+        ([0], 1, -1, "starts"),
+    ):
+        with pytest.raises(AssertionError, match=f"{name} out of range"):
+            backbone.block(rows, torch.tensor([token]), torch.tensor([position]), None, 5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_native_proposer_equals_the_pytorch_one(temperature: float, monkeypatch):
+    from draftsmith.runtime import backbone as parts
+    from draftsmith.runtime import dspark
+    from draftsmith.runtime.calibration import Calibration, Entry, Setting
+    from draftsmith.runtime.config import SamplingParams
+    from draftsmith.runtime.sampling import SamplingBatch
+
+    knots = tuple(((0.0, 0.0), (0.4, 0.3), (0.4, 0.5), (1.0, 0.9)) for _ in range(5))
+    slope = (1.0, 0.5, 2.0, 1.0, 1.5)
+    entries = [
+        Entry(Setting(0.0, 0, 1.0, "block"), "isotonic", slope, (0.1,) * 5, knots),
+        Entry(Setting(1.0, 0, 1.0, "block"), "platt", slope, (-0.2,) * 5),
+    ]
+    drafter, heads = wide_drafter(torch.float32)
+    batch = SamplingBatch.build([SamplingParams(temperature=t, seed=3) for t in (temperature, 0.0)], [12, 5])
+
+    def draft(calibration: Calibration | None):
+        proposer = dspark.DSparkProposer(
+            drafter, heads, slots=2, max_context=64, with_survival=True, calibration=calibration
+        )  # fmt: skip
+        for row, length in enumerate((12, 5)):
+            proposer.begin(row, [5] * length, randn(length, 128, seed=row))
+        return proposer, proposer.propose([0, 1], torch.tensor([7, 9]), batch, 4)
+
+    for calibration in (None, Calibration(5, entries)):
+        monkeypatch.undo()
+        native, got = draft(calibration)
+        assert isinstance(native.backbone, parts.KernelBackbone) and native._chain is not None
+        monkeypatch.setattr(dspark, "available", lambda dtype: False)
+        monkeypatch.setattr(parts.kernels, "available", lambda dtype: False)
+        monkeypatch.setattr(parts, "KernelBackbone", parts.TorchBackbone)
+        plain, want = draft(calibration)
+        assert plain._chain is None
+        assert torch.equal(got.tokens, want.tokens) and got.lengths.tolist() == want.lengths.tolist() == [4, 4]
+        torch.testing.assert_close(got.survival_logits, want.survival_logits, atol=1e-4, rtol=0)
+        torch.testing.assert_close(got.survival, want.survival, atol=1e-4, rtol=0)
+        assert (got.probs is None) == (want.probs is None) == (temperature == 0)
+        if got.probs is not None:
+            torch.testing.assert_close(got.probs, want.probs, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        Calibration(5, entries).apply(got.survival_logits, batch.temperature), got.survival, atol=1e-6, rtol=0
+    )

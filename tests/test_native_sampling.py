@@ -141,22 +141,43 @@ def test_the_chain_in_one_call_equals_slot_after_slot(dtype, vocab, rank, sample
         pytest.skip(str(kernels.problem(dtype)))
     params = [SamplingParams(temperature=t, top_k=k, seed=i) for i, (t, k) in enumerate([(1.0, 0), (0.0, 0), (0.6, 9)])]
     batch = SamplingBatch.build(params, [5, 6, 7])
-    w2, rows = kernels.PackedLinear(randn(vocab, rank).to(dtype)), randn(vocab, rank, seed=1).to(dtype)
-    first, base, u = randn(3, rank, seed=2).to(dtype), randn(3, 5, vocab, seed=3)[:, :4], rand(3, 4)
-    columns, laws, inputs = native.chain(first, rows, w2, base, batch.native_settings(), u if sampled else None)
-    previous = first
+    w1, w2 = randn(2 * vocab + 1, rank, seed=1).to(dtype), randn(vocab, rank).to(dtype)
+    ids, packed = torch.arange(vocab) * 2 + 1, kernels.PackedLinear(w2)
+    weight, table, hidden = randn(40, seed=4), randn(len(w1), seed=5), randn(3, 5, 40, seed=6).to(dtype)[:, 1:]
+    anchors, base, u = torch.tensor([0, 2 * vocab, 5]), randn(3, 5, vocab, seed=3)[:, :4], rand(3, 4)
+    chain = native.Chain(w1, w2, ids, (weight, table))
+    tokens, laws, z, survival = chain(anchors, base, batch.native_settings(), u if sampled else None, hidden)
+    previous = anchors
     for k in range(4):
-        assert torch.equal(inputs[:, k], previous)
-        logits = w2(previous, as_float=True) + base[:, k]
+        want = hidden[:, k].double() @ weight.double() + table[previous].double()
+        torch.testing.assert_close(z[:, k].double(), want, atol=1e-5, rtol=0)
+        logits = packed(w1[previous], as_float=True) + base[:, k]
         if sampled:
-            assert laws is not None
             token, law = batch.sample(logits, u[:, k])
             assert torch.equal(laws[:, k], law)
         else:
             assert laws is None
             token = argmax(logits)
-        assert torch.equal(columns[:, k], token)
-        previous = rows[token]
+        assert torch.equal(tokens[:, k], ids[token])
+        previous = ids[token]
+    torch.testing.assert_close(survival, torch.sigmoid(z).cumprod(dim=1), atol=1e-6, rtol=0)
+    for b in range(3):  # the bits of a row are its own
+        one = batch.select([b]).native_settings()
+        alone = chain(anchors[b : b + 1], base[b : b + 1], one, u[b : b + 1] if sampled else None, hidden[b : b + 1])
+        assert all(torch.equal(x[0], y[b]) for x, y in zip(alone, (tokens, laws, z, survival), strict=True) if x is not None)
+    plain = chain(anchors, base, batch.native_settings(), u if sampled else None)
+    assert torch.equal(plain[0], tokens) and plain[2] is None and plain[3] is None
+
+
+def test_a_chain_without_ids_and_with_a_bias_for_a_table():
+    w1, w2, weight = randn(97, 8), randn(97, 8, seed=1), randn(64, seed=2)
+    settings = SamplingBatch.build([SamplingParams()], [3]).native_settings()
+    base, hidden, bias = randn(1, 3, 97, seed=3), randn(1, 3, 64, seed=4), torch.tensor([0.5])
+    tokens, _, z, _ = native.Chain(w1, w2, None, (weight, bias))(torch.tensor([7]), base, settings, None, hidden)
+    torch.testing.assert_close(z[0], hidden[0] @ weight + 0.5, atol=1e-5, rtol=0)
+    assert int(tokens[0, 0]) == int((w2 @ w1[7] + base[0, 0]).argmax())
+    with pytest.raises(IndexError, match="below the vocabulary of 97"):
+        native.Chain(w1, w2)(torch.tensor([97]), base, settings, None)
 
 
 @pytest.mark.parametrize("vocab", [1, 5, 64, 97, 257, 49_152, 50_257])

@@ -125,7 +125,8 @@ def test_the_loss_is_the_hand_written_one(tmp_path: Path):
 def served_states(proposer: DSparkProposer, taps: torch.Tensor, token: int, position: int) -> torch.Tensor:
 
     proposer.begin(0, [0] * len(taps), taps)
-    return proposer.backbone.hidden([0], torch.tensor([token]), torch.tensor([position]), position)[0]
+    size = proposer.drafter.block_size
+    return proposer.backbone.block([0], torch.tensor([token]), torch.tensor([position]), position, size)[0][0].clone()
 
 
 def test_the_loss_falls_and_the_exported_drafter_is_the_trained_one(tmp_path: Path):
@@ -394,3 +395,19 @@ def test_a_split_that_leaves_nothing_is_refused(tmp_path: Path):
     assert held == {row.id for row in validation}
     with pytest.raises(ValueError, match="train.validation_share: 0.3 leaves none of"):
         setup_of(parts_of(train=dict(validation_share=0.3)), validation, tmp_path)
+
+
+def test_a_run_starts_from_a_checkpoint_and_keeps_its_vocabulary(tmp_path: Path):
+    rows = rows_of(6)
+    first = parts_of(drafter=dict(draft_vocab_size=40), train=dict(steps=2))
+    trained = train(first, setup_of(first, rows, tmp_path / "a"), tmp_path / "a")
+    # other rows would choose another draft vocabulary
+    again = parts_of(drafter=dict(draft_vocab_size=40, init="checkpoint", checkpoint=str(trained)))
+    start = setup_of(again, rows_of(9, seed=7), tmp_path / "b")
+    target = tiny_target()
+    loaded, heads = native.load(trained, embedding=target.embedding_weight, lm_head=target.lm_head_weight)
+    assert torch.equal(start.heads.draft_ids, heads.draft_ids)
+    assert all(torch.equal(start.drafter.state_dict()[name], value) for name, value in loaded.state_dict().items())
+    with pytest.raises(ValueError, match="drafter.checkpoint: .* has markov_rank 8, the recipe's drafter 4"):
+        other = parts_of(drafter=dict(draft_vocab_size=40, rank=4, init="checkpoint", checkpoint=str(trained)))
+        setup_of(other, rows, tmp_path / "c")

@@ -7,7 +7,6 @@ its mask id or its taps: those faults are silent in every engine and only show a
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from ..config import DSparkConfig, default_tap_layers
 from ..draft import FrozenHeads
 from ..dspark import DSpark
+from .folder import staged
 
 REQUIRED = (
     "sample_from_anchor", "mask_token_id", "target_layer_ids", "num_target_layers", "block_size", "markov_rank",
@@ -102,37 +102,60 @@ def save(
 ) -> Path:
     """Write the folder atomically (a half-written one never bears the final name). Returns the folder.
 
-    The target's embedding and LM head go along (DeepSpec needs them); `d2t` holds offsets: target id = i + d2t[i].
-    `extra` is written as draftsmith.json.
+    `extra` is written as draftsmith.json. See `write` for the rest.
     """
-    config = {**drafter.config, "dtype": str(dtype).removeprefix("torch.")}
-    tensors: dict[str, Tensor] = {k: v.detach().to("cpu", dtype).contiguous() for k, v in drafter.state_dict().items()}
-    tensors["embed_tokens.weight"] = heads.embedding.to("cpu", dtype).clone().contiguous()
-    tensors["lm_head.weight"] = heads.draft_head.to("cpu", dtype).clone().contiguous()
+    with staged(folder) as temporary:
+        write(temporary, drafter, heads, dtype=dtype)
+        if extra is not None:
+            (temporary / "draftsmith.json").write_text(json.dumps(extra, indent=2) + "\n")
+    return folder
+
+
+def write(
+    folder: Path, drafter: DSpark, heads: FrozenHeads, *, dtype: torch.dtype = torch.bfloat16, with_heads: bool = True
+) -> None:
+    """Write config.json and model.safetensors into an existing folder, which is not done atomically: see `staged`.
+
+    with_heads: the target's embedding and LM head go along (DeepSpec needs them). A reduced vocabulary always brings its head.
+    """
+    config = file_config(drafter, dtype)
+    tensors = file_tensors(drafter, heads, dtype, embedding=with_heads, head=with_heads or heads.draft_ids is not None)
+    save_tensors(tensors, folder)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def save_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
+    """model.safetensors, readable for everyone: the library leaves it to its owner alone, and an engine may run as another."""
+    path = folder / "model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)
+
+
+def file_config(drafter: DSpark, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json of a drafter in the native layout, every key explicit."""
+    return {**drafter.config, "dtype": str(dtype).removeprefix("torch.")}
+
+
+def file_tensors(
+    drafter: DSpark, heads: FrozenHeads, dtype: torch.dtype, *, embedding: bool = True, head: bool = True
+) -> dict[str, Tensor]:
+    """The tensors of both layouts: the drafter's, the frozen ones asked for, and the vocabulary map.
+
+    d2t int64 [Vd] holds offsets: target id = i + d2t[i]. t2d bool [V].
+    """
+    tensors = {
+        name.replace("_orig_mod.", ""): value.detach().to("cpu", dtype).contiguous()
+        for name, value in drafter.state_dict().items()
+    }
+    if embedding:
+        tensors["embed_tokens.weight"] = heads.embedding.to("cpu", dtype).clone().contiguous()
+    if head:
+        tensors["lm_head.weight"] = heads.draft_head.to("cpu", dtype).clone().contiguous()
     if heads.draft_ids is not None:
         ids = heads.draft_ids.cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(config["vocab_size"], dtype=torch.bool).index_fill_(0, ids, True)
-    temporary = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-    (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    if extra is not None:
-        (temporary / "draftsmith.json").write_text(json.dumps(extra, indent=2) + "\n")
-    # An old drafter moves aside whole: deleting it in place could be cut short and leave half of it under the final name.
-    outdated = folder.with_name(folder.name + ".old")
-    shutil.rmtree(outdated, ignore_errors=True)
-    if folder.exists():
-        folder.rename(outdated)
-    try:
-        temporary.replace(folder)
-    except OSError:
-        if outdated.exists():
-            outdated.rename(folder)
-        raise
-    shutil.rmtree(outdated, ignore_errors=True)
-    return folder
+        tensors["t2d"] = torch.zeros(drafter.config["vocab_size"], dtype=torch.bool).index_fill_(0, ids, True)
+    return tensors
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -144,22 +167,34 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path}: broken JSON ({error})") from None
+    if "speculators_model_type" in config or "dflash_config" in config:
+        raise ValueError(f"{path}: not the native layout; bring it there with `draftsmith import {folder} --to FOLDER`")
+    check_config(config, str(path))
+    return config
+
+
+def check_config(config: dict[str, Any], where: str) -> None:
+    """Refuses a native config that does not say its own frame, or contradicts itself; `where` begins the message."""
     missing = [key for key in REQUIRED if key not in config]
     if missing:
         raise ValueError(
-            f"{path}: missing {', '.join(missing)}; a drafter that does not state them is silently slow, export it again"
+            f"{where}: missing {', '.join(missing)}; a drafter that does not state them is silently slow, export it again"
         )
-    if config["sample_from_anchor"] is not True:
+    if not isinstance(config["sample_from_anchor"], bool):
         raise ValueError(
-            f"{path}: sample_from_anchor: {config['sample_from_anchor']!r} is the fill-in layout; "
-            "only true (anchor-first) loads here"
+            f"{where}: sample_from_anchor: {config['sample_from_anchor']!r} is not allowed; it must be true (anchor-first: "
+            "slot k predicts the token after it) or false (fill-in: slot k predicts its own position)"
+        )
+    if not config["sample_from_anchor"] and (config["block_size"] < 2 or config.get("markov_head_type") == "rnn"):
+        raise ValueError(
+            f"{where}: sample_from_anchor: false needs block_size 2 or more and no rnn head (whose state would start "
+            "at the anchor's own slot)"
         )
     check_taps(config["target_layer_ids"], config["num_target_layers"])
     if not 0 <= config["mask_token_id"] < config["vocab_size"]:
-        raise ValueError(f"{path}: mask_token_id: {config['mask_token_id']} outside [0, {config['vocab_size'] - 1}]")
+        raise ValueError(f"{where}: mask_token_id: {config['mask_token_id']} outside [0, {config['vocab_size'] - 1}]")
     if config["markov_rank"] > 0 and config.get("markov_head_type") not in ("vanilla", "gated", "rnn"):
-        raise ValueError(f"{path}: markov_head_type: {config.get('markov_head_type')!r} must be vanilla, gated or rnn")
-    return config
+        raise ValueError(f"{where}: markov_head_type: {config.get('markov_head_type')!r} must be vanilla, gated or rnn")
 
 
 def load(folder: Path, *, embedding: Tensor, lm_head: Tensor, dtype: torch.dtype = torch.float32) -> tuple[DSpark, FrozenHeads]:
@@ -170,19 +205,29 @@ def load(folder: Path, *, embedding: Tensor, lm_head: Tensor, dtype: torch.dtype
     """
     config = read_config(folder)
     tensors = load_file(folder / "model.safetensors")
+    return assemble(config, tensors, str(folder), embedding=embedding, lm_head=lm_head, dtype=dtype)
+
+
+def assemble(
+    config: dict[str, Any],
+    tensors: dict[str, Tensor],
+    where: str,
+    *,
+    embedding: Tensor,
+    lm_head: Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[DSpark, FrozenHeads]:
+    """Drafter and heads out of a checked native config and a file's tensors; see `load`. `where` begins every message."""
+    tensors = dict(tensors)
     d2t, _ = tensors.pop("d2t", None), tensors.pop("t2d", None)
     draft_ids = None if d2t is None else d2t + torch.arange(len(d2t))
     if draft_ids is None and config.get("draft_vocab_size") not in (None, config["vocab_size"]):
-        raise ValueError(f"{folder}: draft_vocab_size: {config['draft_vocab_size']} without a d2t tensor")
+        raise ValueError(f"{where}: draft_vocab_size: {config['draft_vocab_size']} without a d2t tensor")
+    if draft_ids is not None and not 0 <= int(draft_ids.min()) <= int(draft_ids.max()) < config["vocab_size"]:
+        raise ValueError(f"{where}: d2t leads to ids outside [0, {config['vocab_size'] - 1}]; it must hold offsets: id - row")
     frozen = {name: tensors.pop(name, None) for name in FROZEN}
     drafter = DSpark(config)
-    for name, parameter in drafter.state_dict().items():
-        if name in tensors and tensors[name].shape != parameter.shape:
-            found, wanted = tuple(tensors[name].shape), tuple(parameter.shape)
-            raise ValueError(f"{folder}/model.safetensors: {name} has shape {found}, config.json asks for {wanted}")
-    result = drafter.load_state_dict(tensors, strict=False)
-    if result.missing_keys or result.unexpected_keys:
-        raise ValueError(f"{folder}/model.safetensors: missing {result.missing_keys}, unknown {result.unexpected_keys}")
+    fill(drafter, tensors, where)
     heads = FrozenHeads.build(embedding, lm_head, draft_ids)
     for name, ours in zip(FROZEN, (heads.embedding, heads.draft_head), strict=True):
         theirs = frozen[name]
@@ -192,7 +237,29 @@ def load(folder: Path, *, embedding: Tensor, lm_head: Tensor, dtype: torch.dtype
             theirs.float(), ours.to("cpu", theirs.dtype).float(), rtol=2**-7, atol=1e-5
         ):
             raise ValueError(
-                f"{folder}: {name} is not this target's; the drafter belongs to {config.get('target_model_name_or_path')!r}"
+                f"{where}: {name} is not this target's; the drafter belongs to {config.get('target_model_name_or_path')!r}"
             )
     drafter = drafter.to(device=embedding.device, dtype=dtype).eval()
     return drafter, heads
+
+
+def fill(drafter: DSpark, tensors: dict[str, Tensor], where: str) -> None:
+    """Strict load of the drafter's own tensors. Raises ValueError naming what is missing, unknown or of another shape."""
+    for name, parameter in drafter.state_dict().items():
+        if name in tensors and tensors[name].shape != parameter.shape:
+            found, wanted = tuple(tensors[name].shape), tuple(parameter.shape)
+            raise ValueError(f"{where}/model.safetensors: {name} has shape {found}, config.json asks for {wanted}")
+    result = drafter.load_state_dict(tensors, strict=False)
+    if result.missing_keys or result.unexpected_keys:
+        raise ValueError(f"{where}/model.safetensors: missing {result.missing_keys}, unknown {result.unexpected_keys}")
+
+
+def add_zero_head(drafter: DSpark, rank: int = 8) -> DSpark:
+    """The same drafter with a correction head that adds 0 to every logit, for engines that load none without one."""
+    assert drafter.markov_head is None
+    made = DSpark({**drafter.config, "markov_rank": rank, "markov_head_type": "vanilla"})
+    made.load_state_dict(drafter.state_dict(), strict=False)
+    assert made.markov_head is not None
+    torch.nn.init.zeros_(made.markov_head.markov_w1.weight)
+    torch.nn.init.zeros_(made.markov_head.markov_w2.weight)
+    return made.to(drafter.fc.weight.device, drafter.fc.weight.dtype).eval()

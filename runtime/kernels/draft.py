@@ -1,7 +1,14 @@
 """A drafter's backbone as one native call: context injection and the non-causal block over it.
 
-    stack = draft_stack(drafter)                       # ValueError where the kernels cannot run it
+    stack = draft_stack(drafter, embedding, head)      # ValueError where the kernels cannot run it
     cache = stack.new_cache(slots, max_context)
+    write = stack.context_call(cache)
+    write(addresses, widths, rows, starts)             # target states [widths[b], n*H] at starts[b]..
+    block = stack.block_call(cache, batch, width, 0, logits, hidden)
+    block(rows, anchor_tokens, positions)              # logits and hidden are written
+
+or, step by step,
+
     stack.write_context(drafter.context_features(taps), cache, rows, starts)       # [B,W,H] at starts[b]..
     _, _, hidden = stack.forward(block_inputs, cache, rows, anchors, hidden=True, causal=False)
 
@@ -12,6 +19,7 @@ context of a row must be written before its block runs, as a commit does. `max_c
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ...models.dspark import DSpark
 from ..weights import LayerWeights
@@ -20,8 +28,11 @@ from .stack import FusedStack
 
 
 @torch.no_grad()
-def draft_stack(drafter: DSpark) -> FusedStack:
-    """Pack the drafter's layers and final norm (a copy: pack again after training on). Raises ValueError with the reason."""
+def draft_stack(drafter: DSpark, embedding: Tensor | None = None, head: Tensor | None = None) -> FusedStack:
+    """Pack the drafter's layers, norms and projection (a copy: pack again after training on). ValueError with the reason.
+
+    embedding [V, H] and head [Vd, H] in the drafter's dtype are needed for block_call.
+    """
     shape, weight = drafter.layers[0].self_attn.shape, drafter.fc.weight
     reason = problem(weight.dtype) if weight.device.type == "cpu" else f"the drafter is on {weight.device}"
     if shape.head_dim % 32 or shape.head_dim > 256 or shape.hidden_size % 32:
@@ -40,7 +51,8 @@ def draft_stack(drafter: DSpark) -> FusedStack:
         for layer in drafter.layers
     ]  # fmt: skip
     return FusedStack(
-        layers, drafter.norm.weight, embedding=None, head=None, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads,
+        layers, drafter.norm.weight, embedding=embedding, head=head, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim, attention_scale=shape.head_dim**-0.5, eps=shape.rms_norm_eps,
-        inv_freq=drafter.rope.inv_freq, rope_scale=drafter.rope.scaling,
+        inv_freq=drafter.rope.inv_freq, rope_scale=drafter.rope.scaling, mask_token=drafter.mask_token_id,
+        context=(drafter.fc.weight, drafter.hidden_norm.weight),
     )  # fmt: skip

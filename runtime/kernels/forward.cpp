@@ -71,7 +71,7 @@ void Model<T>::finish(const ForwardArgs& f, const Team& team) {
     rms_norm(x.data + head_rows[i] * h, args.final_norm, normed.data + i * h, (int)h, args.eps);
   team.sync();
   const Packed<T> head = packed(args.head, nullptr, args.vocab, h);
-  const bool past = rows >= 32;  // megabytes of logits: written past the caches, whose sets their long stride would fight over
+  const bool past = rows * args.vocab >= 1 << 20;  // megabytes of logits: written past the caches, whose sets their long stride would fight over
   linear<T>(normed.data, h, rows, head, team.begin(head.panels()), team.end(head.panels()),
             [&](int64_t m0, int count, int64_t panel, const float* acc) {
     each16(head, m0, count, panel, acc, [&](int64_t row, int64_t c, __m512 value, __mmask16 mask) {
@@ -83,12 +83,38 @@ void Model<T>::finish(const ForwardArgs& f, const Team& team) {
   if (past) _mm_sfence();
 }
 
+// Target states of all parts -> `normed`: projected, rounded as a layer's output is, then the context's own norm.
+template <class T>
+void Model<T>::project(const ForwardArgs& f, const Team& team) {
+  const int64_t m = tokens(), h = args.hidden, wide = args.context_width;
+  const T* states = (const T*)f.parts[0];
+  if (f.batch > 1) {
+    for (int64_t i = team.begin(m); i < team.end(m); ++i)
+      std::memcpy(act.data + i * wide, (const T*)f.parts[row_of[i]] + (i - offset[row_of[i]]) * wide, wide * sizeof(T));
+    states = act.data;
+    team.sync();
+  }
+  const Packed<T> p = packed(args.context, nullptr, h, wide);
+  linear<T>(states, wide, m, p, team.begin(p.panels()), team.end(p.panels()),
+            [&](int64_t m0, int rows, int64_t panel, const float* acc) {
+    each16(p, m0, rows, panel, acc, [&](int64_t row, int64_t c, __m512 value, __mmask16) {
+      T rounded[16];
+      store16(rounded, value);
+      _mm512_storeu_ps(x.data + row * h + c, load16(rounded));
+    });
+  });
+  team.sync();
+  for (int64_t i = team.begin(m); i < team.end(m); ++i)
+    rms_norm(x.data + i * h, args.context_norm, normed.data + i * h, (int)h, args.eps);
+}
+
 template <class T>
 void Model<T>::run_thread(const ForwardArgs& f, const Team& team) {
   const int64_t m = tokens(), h = args.hidden;
   const int64_t begin = team.begin(m), end = team.end(m);
-  for (int64_t i = begin; i < end; ++i) {
-    const T* from = f.tokens ? (const T*)args.embedding + f.tokens[place[i]] * h : (const T*)f.input + place[i] * h;
+  if (f.parts) project(f, team);
+  else for (int64_t i = begin; i < end; ++i) {
+    const T* from = f.tokens ? (const T*)args.embedding + token_at(f, i) * h : (const T*)f.input + place[i] * h;
     if (f.kv_only) { std::memcpy(normed.data + i * h, from, h * sizeof(T)); continue; }
     for (int64_t c = 0; c < h; c += 16) _mm512_storeu_ps(x.data + i * h + c, load16(from + c));
   }
@@ -117,15 +143,15 @@ void Model<T>::run_thread(const ForwardArgs& f, const Team& team) {
 }
 
 template <class T>
-void Model<T>::run(const ForwardArgs& f) {
+int Model<T>::run(const ForwardArgs& f) {
   std::lock_guard<std::mutex> lock(mutex);
-  place_tokens(f);
+  if (const int wrong = place_tokens(f)) return wrong;
   const int64_t m = tokens();
   x.reserve(m * args.hidden + 16);
   normed.reserve(m * args.hidden + 64);
   mixed.reserve(m * args.heads * args.head_dim + 64);
   qkv.reserve(m * qkv_rows() + 16);
-  act.reserve(m * args.mlp + 64);
+  act.reserve(m * (f.parts && f.batch > 1 ? args.context_width : args.mlp) + 64);
   plan(f);
   Barrier barrier;
 #pragma omp parallel num_threads((int)f.threads)
@@ -135,6 +161,7 @@ void Model<T>::run(const ForwardArgs& f) {
     const Team team{omp_get_thread_num(), omp_get_num_threads(), &barrier};
     run_thread(f, team);
   }
+  return 0;
 }
 
 template <class T>
@@ -216,8 +243,9 @@ void ds_model_free(int64_t bytes, void* model) {
   else delete (Model<float>*)model;
 }
 
-void ds_forward(int64_t bytes, void* model, const ForwardArgs* f) {
-  bytes == 2 ? ((Model<bf16>*)model)->run(*f) : ((Model<float>*)model)->run(*f);
+// 0, or which argument is out of range (see place_tokens): nothing was done then.
+int64_t ds_forward(int64_t bytes, void* model, const ForwardArgs* f) {
+  return bytes == 2 ? ((Model<bf16>*)model)->run(*f) : ((Model<float>*)model)->run(*f);
 }
 
 // Reads a buffer once with all threads: the bandwidth floor of a benchmark.

@@ -20,10 +20,14 @@ struct ModelArgs {
   float eps, scale;
   const void *embedding, *head;  // [V, H]; packed, or null
   const float* final_norm;
+  int64_t words, mask_token;     // rows of the embedding; what stands behind the first token of a block
+  int64_t context_width;         // of the states that `context` [H, context_width] (packed, or null) projects
+  const void* context;
+  const float* context_norm;
 };
 
 struct ForwardArgs {
-  const int64_t* tokens;  // [B, W], or null with `input`
+  const int64_t* tokens;  // [B, W] ([B] with `block`), or null with `input` or `parts`
   const void* input;      // [B, W, H] states instead of tokens
   const int64_t *rows, *starts, *last;
   void *k, *v;            // cache
@@ -36,6 +40,9 @@ struct ForwardArgs {
   int64_t only_last;      // logits [B, V] at last[b] instead of [B, W, V]
   int64_t kv_only;        // only write keys and values of `input` in every layer (context injection), nothing else
   const int64_t* widths;  // [B] live entries of each row, 1 .. W; null: all W. The rest of a row is neither read nor written
+  const void* const* parts;  // kv_only: instead of `input`, states [widths[b], context_width] of each row, projected and normed here
+  int64_t block;          // each row is its token and W - 1 mask tokens
+  int64_t first;          // without only_last: logits of entries >= first alone, [B, W - first, V]
 };
 
 // A piece of attention work on one KV head of one row: all chunks of tiles [first, last), or, chunk >= 0, chunks
@@ -66,7 +73,7 @@ struct Model {
 
   int64_t position_cap(const ForwardArgs& f, int64_t position) const { return position < f.length ? position : f.length - 1; }
 
-  void place_tokens(const ForwardArgs& f);
+  int place_tokens(const ForwardArgs& f);
   void plan(const ForwardArgs& f);
   void rope(const ForwardArgs& f, const LayerArgs& w, int64_t layer, const Team& team, bool kv_only);
   void attend(const ForwardArgs& f, const LayerArgs& w, int64_t layer, const Team& team);
@@ -75,7 +82,12 @@ struct Model {
   void merge_chunks(const ForwardArgs& f, const LayerArgs& w, const Unit& u);
   void finish_tile(int64_t row, int64_t kv, int tile, const Partial& total);
   void layer(const ForwardArgs& f, int64_t index, const Team& team);
-  void run(const ForwardArgs& f);
+  int run(const ForwardArgs& f);
+  int64_t token_at(const ForwardArgs& f, int64_t i) const {  // of packed entry i
+    if (!f.block) return f.tokens[place[i]];
+    return i == offset[row_of[i]] ? f.tokens[row_of[i]] : args.mask_token;
+  }
+  void project(const ForwardArgs& f, const Team& team);
   void run_thread(const ForwardArgs& f, const Team& team);
   void finish(const ForwardArgs& f, const Team& team);
   void load_tile(Tile& t, const ForwardArgs& f, const LayerArgs& w, int64_t row, int64_t kv, int tile) const;
@@ -104,8 +116,9 @@ struct Model {
   }
 };
 
+// Returns 0, or 1 + the index of the argument that is out of range: rows, starts, widths, last, tokens.
 template <class T>
-void Model<T>::place_tokens(const ForwardArgs& f) {
+int Model<T>::place_tokens(const ForwardArgs& f) {
   offset.assign(1, 0);
   row_of.clear();
   place.clear();
@@ -113,16 +126,23 @@ void Model<T>::place_tokens(const ForwardArgs& f) {
   head_place.clear();
   for (int64_t b = 0; b < f.batch; ++b) {
     const int64_t n = f.widths ? f.widths[b] : f.width, last = f.last ? f.last[b] : n - 1;
+    if (f.rows[b] < 0 || f.rows[b] >= f.slots) return 1;
+    if (f.starts[b] < 0) return 2;
+    if (n < 1 || n > f.width) return 3;
+    if (last < 0 || last >= n) return 4;
     for (int64_t j = 0; j < n; ++j) {
       const int64_t token = offset.back() + j;
       row_of.push_back(b);
       place.push_back(b * f.width + j);
-      if (!f.logits || (f.only_last && j != last)) continue;
+      if (!f.logits || (f.only_last ? j != last : j < f.first)) continue;
       head_rows.push_back(token);
-      head_place.push_back(f.only_last ? b : place.back());
+      head_place.push_back(f.only_last ? b : b * (f.width - f.first) + j - f.first);
     }
     offset.push_back(offset.back() + n);
   }
+  for (int64_t i = 0; f.tokens && i < tokens(); ++i)
+    if (token_at(f, i) < 0 || token_at(f, i) >= args.words) return 5;
+  return 0;
 }
 
 // Attention units: groups of tiles that share the reading of their keys and values where there are enough of them, else

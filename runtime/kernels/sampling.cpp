@@ -250,6 +250,47 @@ void law_rows(const LawArgs& a) {
   });
 }
 
+// ---- survival logits ----
+
+// In one fixed order, in float32.
+template <class T>
+float dot(const T* x, const float* w, int64_t n) {
+  __m512 a = _mm512_setzero_ps(), b = a;
+  for (int64_t i = 0; i < n; i += 32) {
+    const __mmask16 m = lanes(n - i), o = n - i > 16 ? lanes(n - i - 16) : (__mmask16)0;
+    a = _mm512_fmadd_ps(load(x + i, m), load(w + i, m), a);
+    b = _mm512_fmadd_ps(load(x + i + 16, o), load(w + i + 16, o), b);
+  }
+  return _mm512_reduce_add_ps(_mm512_add_ps(a, b));
+}
+
+// One setting of runtime/calibration.py: slope and offset [G], and, where knots are used, those of slot k at from[k] .. from[k+1].
+struct SurvivalMap {
+  const double *slope, *offset, *x, *y;
+  const int64_t* from;  // null: none
+};
+
+inline double between(double value, const double* x, const double* y, int64_t n) {  // constant outside the outermost knots
+  if (n == 1) return y[0];
+  const int64_t right = std::min(std::max<int64_t>(std::lower_bound(x, x + n, value) - x, 1), n - 1);
+  const double weight = (value - x[right - 1]) / std::max(x[right] - x[right - 1], 1e-12);
+  return y[right - 1] + std::min(std::max(weight, 0.0), 1.0) * (y[right] - y[right - 1]);
+}
+
+// As Calibration.apply, in double: sigmoid of every logit, running product, knots, running minimum. NaN goes on.
+void calibrate(const float* z, int64_t slots, const SurvivalMap* map, float* out) {
+  double product = 1, least = 1;
+  for (int64_t k = 0; k < slots; ++k) {
+    double score = map ? z[k] * map->slope[k] + map->offset[k] : z[k];
+    if (score < -700) score = -700;
+    product *= 1.0 / (1.0 + std::exp(-score));
+    const int64_t at = map && map->from ? map->from[k] : 0, n = map && map->from ? map->from[k + 1] - at : 0;
+    const double value = n ? between(product, map->x + at, map->y + at, n) : product;
+    if (!(value >= least)) least = value;
+    out[k] = (float)least;
+  }
+}
+
 // ---- counter hash of runtime/random.py ----
 
 inline uint64_t mix(uint64_t x) {
@@ -268,33 +309,60 @@ extern "C" {
 void ds_linear(int64_t bytes, const void* x, int64_t m, const void* w, const float* bias, int64_t n, int64_t k, void* out,
                int64_t as_float, int64_t threads);  // forward.cpp
 
-// The serial chain of a vanilla correction head: slot k's logits are W2 u_k + base_k with u_k = the row of the token before.
-// law: settings, and where laws [B, G, Vd], tokens [B, G] and u [B, G] are, for one slot at a time. x [B, padded rank] holds
-// u_0 with zeros behind it; inputs [B, G, rank] gets all u_k; rows [Vd, rank]: W1 in columns of the draft vocabulary.
+// The serial chain of a vanilla correction head: slot k's logits are W2 u_k + base_k with u_k = W1 of the token before.
+// law: settings, and where laws [B, G, Vd], tokens [B, G] (target ids) and u [B, G] are, for one slot at a time.
 struct ChainArgs {
   LawArgs law;
-  const void *rows, *w2;
-  void *x, *inputs;
-  const float* base;  // [B, G, Vd]
-  int64_t base_slot, slots, rank, padded, bytes;
+  const void *w1, *w2;        // [V, rank]; packed [Vd, rank]
+  const int64_t *anchors, *draft_ids;  // [B]; target id of each column, or null
+  const float* base;          // [B, G, Vd]
+  int64_t base_slot, slots, rank, words, bytes;
+  // Survival logits [B, G] (null: none): h_k . weight + table[token before], of states [B, G, size]; a table of one entry is a bias.
+  float* survival;
+  const void* hidden;
+  const float *weight, *table;
+  int64_t hidden_row, hidden_slot, size, entries;
+  // Calibrated survival of slots 0 .. k, [B, G], by the map of each row (null: slope 1, offset 0, no knots).
+  float* prefix;
+  const SurvivalMap* const* maps;
 };
 
-void ds_chain(const ChainArgs* c) {
+// 0, or 1 for an anchor that is not below `words`, the rows of W1.
+int64_t ds_chain(const ChainArgs* c) {
+  static thread_local Buffer<float> logits;
+  static thread_local Buffer<char> inputs;
   LawArgs law = c->law;
-  const int64_t row = c->rank * c->bytes, batch = law.batch;
+  const int64_t row = c->rank * c->bytes, batch = law.batch, padded = round_up(row, 64);  // bf16: whole steps of 32
+  for (int64_t b = 0; b < batch; ++b)
+    if (c->anchors[b] < 0 || c->anchors[b] >= c->words) return 1;
+  law.logits = logits.reserve(batch * law.vocab);
+  char* x = inputs.reserve(batch * padded);
+  std::memset(x, 0, batch * padded);
+  const int64_t pitch = c->bytes == 2 ? padded : row;
   for (int64_t k = 0; k < c->slots; ++k) {
-    ds_linear(c->bytes, c->x, batch, c->w2, nullptr, law.vocab, c->rank, (void*)law.logits, 1, law.threads);
+    for (int64_t b = 0; b < batch; ++b) {
+      const int64_t before = k ? law.tokens[b * law.token_stride - 1] : c->anchors[b];
+      std::memcpy(x + b * pitch, (const char*)c->w1 + before * row, row);
+      if (!c->survival) continue;
+      const int64_t at = b * c->hidden_row + k * c->hidden_slot;
+      const float z = c->bytes == 2 ? dot((const bf16*)c->hidden + at, c->weight, c->size)
+                                    : dot((const float*)c->hidden + at, c->weight, c->size);
+      c->survival[b * c->slots + k] = z + c->table[c->entries > 1 ? before : 0];
+    }
+    ds_linear(c->bytes, x, batch, c->w2, nullptr, law.vocab, c->rank, (void*)law.logits, 1, law.threads);
     law.bias = c->base + k * c->base_slot;
     law_rows<float>(law);
-    for (int64_t b = 0; b < batch; ++b) {
-      char* x = (char*)c->x + b * c->padded * c->bytes;
-      std::memcpy((char*)c->inputs + (b * c->slots + k) * row, x, row);
-      std::memcpy(x, (const char*)c->rows + law.tokens[b * law.token_stride] * row, row);
+    for (int64_t b = 0; c->draft_ids && b < batch; ++b) {
+      int64_t& token = law.tokens[b * law.token_stride];
+      token = c->draft_ids[token];
     }
     ++law.tokens;
     if (law.u) ++law.u;
     if (law.probs) law.probs += law.out_slot;
   }
+  for (int64_t b = 0; c->prefix && b < batch; ++b)
+    calibrate(c->survival + b * c->slots, c->slots, c->maps ? c->maps[b] : nullptr, c->prefix + b * c->slots);
+  return 0;
 }
 
 void ds_law(int64_t bytes, const LawArgs* a) { bytes == 2 ? law_rows<bf16>(*a) : law_rows<float>(*a); }

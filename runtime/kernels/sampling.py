@@ -39,9 +39,17 @@ class _LawArgs(ctypes.Structure):
 class _ChainArgs(ctypes.Structure):
     _fields_ = [
         ("law", _LawArgs),
-        *((name, _PTR) for name in ("rows", "w2", "x", "inputs", "base")),
-        *((name, _I64) for name in ("base_slot", "slots", "rank", "padded", "bytes")),
+        *((name, _PTR) for name in ("w1", "w2", "anchors", "draft_ids", "base")),
+        *((name, _I64) for name in ("base_slot", "slots", "rank", "words", "bytes")),
+        *((name, _PTR) for name in ("survival", "hidden", "weight", "table")),
+        *((name, _I64) for name in ("hidden_row", "hidden_slot", "size", "entries")),
+        ("prefix", _PTR),
+        ("maps", _PTR),
     ]
+
+
+class _MapArgs(ctypes.Structure):
+    _fields_ = [(name, _PTR) for name in ("slope", "offset", "x", "y", "knots")]
 
 
 class _VerifyArgs(ctypes.Structure):
@@ -122,45 +130,104 @@ def law(
     return probs, tokens
 
 
-def chain(
-    first: Tensor,
-    rows: Tensor,
-    w2: PackedLinear,
-    base: Tensor,
-    settings: tuple[Tensor, Tensor | None, Tensor | None],
-    u: Tensor | None,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The serial chain of a vanilla correction head (models/heads.py) in one call.
+class SurvivalMap:
+    """One fitted setting of a calibration (runtime/calibration.py), as the chain applies it.
 
-    first [B,r]: W1 of the anchors; rows [Vd,r]: W1 of each column of the draft vocabulary; w2: [Vd,r] packed (all three in one
-    dtype, float32 or bf16); base float32 [B,G,Vd]: logits without the head; settings: temperature, top_k, top_p of the rows;
-    u [B,G], or None for the arg-max. Returns columns int64 [B,G], the laws float32 [B,G,Vd] they were drawn from (None for the
-    arg-max), and W1 of the token before each slot [B,G,r]. The same bits as w2, add, `law` slot after slot.
+    slope, offset [G]; knots: (x, y) of each slot, or None.
     """
-    base, (batch, slots, vocab), rank = _rows(base), base.shape, rows.shape[1]
-    assert first.dtype == rows.dtype == w2.dtype and base.dtype == torch.float32 and w2.out_features == vocab == len(rows)
-    padded = rank + -rank % 32 if rows.dtype == torch.bfloat16 else rank
-    x = torch.zeros(batch, padded, dtype=rows.dtype)
-    x[:, :rank] = first
-    rows = rows.contiguous()
-    inputs = torch.empty(batch, slots, rank, dtype=rows.dtype)
-    logits = torch.empty(batch, vocab, dtype=torch.float32)
-    columns = torch.empty(batch, slots, dtype=torch.int64)
-    laws = None if u is None else torch.empty(batch, slots, vocab, dtype=torch.float32)
-    temperature, top_k, top_p, u = (None if t is None else t.contiguous() for t in (*settings, u))
-    args = _ChainArgs(
-        law=_LawArgs(
-            logits=logits.data_ptr(), probs=_pointer(laws), temperature=_pointer(temperature), top_p=_pointer(top_p),
-            top_k=_pointer(top_k), u=_pointer(u), tokens=columns.data_ptr(), batch=batch, width=1, vocab=vocab,
-            row_stride=vocab, slot_stride=vocab, out_row=slots * vocab, out_slot=vocab, threads=torch.get_num_threads(),
-            best=int(u is None), bias_stride=base.stride(0), token_stride=slots,
-        ),
-        rows=rows.data_ptr(), w2=w2.packed.data_ptr(), x=x.data_ptr(), inputs=inputs.data_ptr(), base=base.data_ptr(),
-        base_slot=base.stride(1), slots=slots, rank=rank, padded=padded, bytes=rows.element_size(),
-    )  # fmt: skip
-    if columns.numel():
-        library().ds_chain(ctypes.byref(args))
-    return columns, laws, inputs
+
+    def __init__(
+        self,
+        slope: Sequence[float],
+        offset: Sequence[float],
+        knots: Sequence[tuple[Sequence[float], Sequence[float]]] | None = None,
+    ) -> None:
+        self.slots = len(slope)
+        assert len(offset) == self.slots and (knots is None or len(knots) == self.slots)
+        values, ends = [*slope, *offset], [0]
+        for x, _ in knots or ():
+            ends.append(ends[-1] + len(x))
+            values += x
+        for _, y in knots or ():
+            values += y
+        self._values, self._ends = (ctypes.c_double * len(values))(*values), (_I64 * len(ends))(*ends)
+        at = [ctypes.addressof(self._values) + 8 * skip for skip in (0, self.slots, 2 * self.slots, 2 * self.slots + ends[-1])]
+        self._args = _MapArgs(*at, None if knots is None else ctypes.addressof(self._ends))
+        self.address = ctypes.addressof(self._args)
+
+
+class Chain:
+    """The serial chain of a vanilla correction head (models/heads.py), with the survival head, in one call.
+
+    w1 [V,r], w2 [Vd,r]: the head's tables in one dtype, float32 or bf16; draft_ids int64 [Vd]: target id of each column (None:
+    Vd = V). survival: (weight float32 [H], table float32 [V] or [1]): z_k = h_k . weight + table[token before slot k], a table
+    of one entry being a bias. One call at a time.
+    """
+
+    def __init__(
+        self, w1: Tensor, w2: Tensor, draft_ids: Tensor | None = None, survival: tuple[Tensor, Tensor] | None = None
+    ) -> None:
+        assert w1.dtype == w2.dtype and w1.shape[1] == w2.shape[1]
+        assert len(w2) == len(w1 if draft_ids is None else draft_ids)
+        self._w1, self._w2 = w1.detach().contiguous(), PackedLinear(w2)
+        self._ids = None if draft_ids is None else draft_ids.contiguous()
+        self._survival = None if survival is None else tuple(t.detach().float().contiguous() for t in survival)
+        self._vocab, size = self._w2.out_features, self._w1.element_size()
+        self._args = args = _ChainArgs(
+            w1=self._w1.data_ptr(), w2=self._w2.packed.data_ptr(), draft_ids=_pointer(self._ids), rank=w1.shape[1],
+            words=len(w1), bytes=size, law=_LawArgs(width=1, vocab=self._vocab, row_stride=self._vocab),
+        )  # fmt: skip
+        self._law, self._run = args.law, library().ds_chain
+        self._law.slot_stride = self._law.out_slot = self._vocab
+        if self._survival is not None:
+            weight, table = self._survival
+            assert len(table) in (1, len(w1)), (len(table), len(w1))
+            args.weight, args.table, args.size, args.entries = weight.data_ptr(), table.data_ptr(), len(weight), len(table)
+
+    def __call__(
+        self,
+        anchors: Tensor,
+        base: Tensor,
+        settings: tuple[Tensor, Tensor | None, Tensor | None],
+        u: Tensor | None,
+        hidden: Tensor | None = None,
+        maps: Sequence[SurvivalMap] | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """anchors int64 [B]; base float32 [B,G,Vd]: logits without the head; settings: temperature, top_k, top_p of the rows;
+        u [B,G], or None for the arg-max; hidden [B,G,H] in the head's dtype where survivals are wanted, maps: calibration of
+        each row (None: none).
+
+        Returns target ids int64 [B,G]; the laws float32 [B,G,Vd] they were drawn from (None for the arg-max); survival logits z
+        and the survival of every prefix, float32 [B,G], or None. The same bits as w2, add, `law` slot after slot.
+        """
+        base, (batch, slots, vocab) = _rows(base), base.shape
+        assert base.dtype == torch.float32 and vocab == self._vocab and anchors.shape == (batch,)
+        tokens = torch.empty(batch, slots, dtype=torch.int64)
+        args, law, laws, logits, prefix = self._args, self._law, None, None, None
+        keep = [anchors := anchors.contiguous()]
+        if u is None:
+            law.best, law.probs, law.u = 1, None, None
+        else:
+            laws = torch.empty(batch, slots, vocab)
+            keep += [t if t is None else t.contiguous() for t in (*settings, u)]
+            law.best, law.probs, law.out_row = 0, laws.data_ptr(), slots * vocab
+            law.temperature, law.top_k, law.top_p, law.u = (_pointer(t) for t in keep[1:])
+        args.survival = args.prefix = None
+        if hidden is not None:
+            hidden = _rows(hidden)
+            assert self._survival is not None and hidden.dtype == self._w1.dtype and hidden.shape == (batch, slots, args.size)
+            logits, prefix = torch.empty(batch, slots), torch.empty(batch, slots)
+            args.survival, args.prefix, args.hidden = logits.data_ptr(), prefix.data_ptr(), hidden.data_ptr()
+            args.hidden_row, args.hidden_slot, _ = hidden.stride()
+            assert maps is None or len(maps) == batch and all(slots <= row.slots for row in maps)
+            addresses = None if maps is None else (_PTR * batch)(*[row.address for row in maps])
+            args.maps = None if addresses is None else ctypes.addressof(addresses)
+        law.bias_stride, args.base_slot, _ = base.stride()
+        args.anchors, args.base, args.slots = anchors.data_ptr(), base.data_ptr(), slots
+        law.tokens, law.token_stride, law.batch, law.threads = tokens.data_ptr(), slots, batch, torch.get_num_threads()
+        if batch and slots and self._run(ctypes.byref(args)):
+            raise IndexError(f"anchors: not below the vocabulary of {args.words}")
+        return tokens, laws, logits, prefix
 
 
 def draw(probs: Tensor, u: Tensor) -> Tensor:

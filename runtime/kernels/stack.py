@@ -52,6 +52,9 @@ class _ModelArgs(ctypes.Structure):
         ("embedding", _PTR),
         ("head", _PTR),
         ("final_norm", _PTR),
+        *((name, _I64) for name in ("words", "mask_token", "context_width")),
+        ("context", _PTR),
+        ("context_norm", _PTR),
     ]
 
 
@@ -80,7 +83,14 @@ class _ForwardArgs(ctypes.Structure):
             for name in ("batch", "width", "slots", "length", "num_taps", "threads", "causal", "only_last", "kv_only")
         ),
         ("widths", _PTR),
+        ("parts", _PTR),
+        ("block", _I64),
+        ("first", _I64),
     ]
+
+
+# What ds_forward refuses: its result counts from 1.
+_WRONG = ("rows", "starts", "widths", "last", "tokens")
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -97,6 +107,9 @@ class FusedStack:
     """Layers + final norm + optional head over a static blocked cache. CPU, float32 or bf16, inference only.
 
     One forward at a time runs per stack (a lock in the native code); the tensors passed must be contiguous.
+
+    For drafters: mask_token is what stands behind the first token of a block; context (weight [H, n*H], norm [H]) projects
+    target states for write_states, rounded to the dtype before the norm.
     """
 
     def __init__(
@@ -113,6 +126,8 @@ class FusedStack:
         eps: float,
         inv_freq: Tensor,
         rope_scale: float = 1.0,
+        mask_token: int = 0,
+        context: tuple[Tensor, Tensor] | None = None,
     ):
         weight = layers[0].qkv
         self.dtype, self.hidden_size, self.num_layers = weight.dtype, weight.shape[1], len(layers)
@@ -137,6 +152,11 @@ class FusedStack:
             embedding=self._hold(embedding),
             head=None if head is None else self._hold(pack(head, self._arena)),
             final_norm=self._float(final_norm),
+            words=0 if embedding is None else embedding.shape[0],
+            mask_token=mask_token,
+            context_width=0 if context is None else context[0].shape[1],
+            context=None if context is None else self._hold(pack(context[0], self._arena)),
+            context_norm=None if context is None else self._float(context[1]),
         )
         self._bytes = weight.element_size()
         self._lib = library()
@@ -253,6 +273,35 @@ class FusedStack:
         """
         self._run(features, cache, rows, starts, kv_only=True, widths=widths)
 
+    def context_call(self, cache: KVCache) -> ContextCall:
+        """A prepared projection of target states that writes their keys and values in every layer."""
+        return ContextCall(self, cache)
+
+    def block_call(self, cache: KVCache, batch: int, width: int, first: int, logits: Tensor, hidden: Tensor) -> BlockCall:
+        """A prepared non-causal forward of `batch` blocks: a token and width - 1 masks each, into the two tensors.
+
+        logits float32 [B, W - first, V], of entries >= first alone; hidden [B, W, H] after the final norm.
+        """
+        return BlockCall(self, cache, batch, width, first, logits, hidden)
+
+    def _over(self, cache: KVCache, **values: int | None) -> _ForwardArgs:
+        """Arguments with everything that follows from the cache."""
+        assert cache.layout == "blocked" and cache.k.dtype == self.dtype and cache.length <= self._cos.shape[0]
+        return _ForwardArgs(
+            k=_pointer(cache.k),
+            v=_pointer(cache.v),
+            cos=_pointer(self._cos),
+            sin=_pointer(self._sin),
+            slots=cache.slots,
+            length=cache.length,
+            threads=torch.get_num_threads(),
+            **values,
+        )
+
+    def _call(self, args: _ForwardArgs) -> None:
+        wrong = self._lib.ds_forward(self._bytes, self._model, ctypes.byref(args))
+        assert not wrong, f"{_WRONG[wrong - 1]} out of range"
+
     def _run(
         self,
         source: Tensor,
@@ -270,7 +319,6 @@ class FusedStack:
         kv_only: bool = False,
         widths: Sequence[int] | None = None,
     ) -> None:
-        assert cache.layout == "blocked" and cache.k.dtype == self.dtype and cache.length <= self._cos.shape[0]
         tokens = source.dtype == torch.int64
         assert tokens or (source.dtype == self.dtype and source.shape[-1] == self.hidden_size)
         source, (batch, width) = source.contiguous(), source.shape[:2]
@@ -278,34 +326,75 @@ class FusedStack:
         index = [None if t is None else t.to(torch.int64).contiguous() for t in (rows, starts, last, tap_layers)]
         if batch == 0 or width == 0:
             return
-        # the native code trusts these
-        assert index[0] is not None and int(index[0].min()) >= 0 and int(index[0].max()) < cache.slots
-        assert index[1] is not None and int(index[1].min()) >= 0 and len(index[0]) == len(index[1]) == batch
-        assert live is None or len(live) == batch and int(live.min()) >= 1 and int(live.max()) <= width
-        assert index[2] is None or bool((index[2] < (width if live is None else live)).all())
-        args = _ForwardArgs(
+        # the native code trusts the lengths and checks the values
+        assert index[0] is not None and index[1] is not None and len(index[0]) == len(index[1]) == batch
+        assert (live is None or len(live) == batch) and (index[2] is None or len(index[2]) == batch)
+        args = self._over(
+            cache,
             tokens=_pointer(source) if tokens else None,
             input=None if tokens else _pointer(source),
             rows=_pointer(index[0]),
             starts=_pointer(index[1]),
             last=_pointer(index[2]),
-            k=_pointer(cache.k),
-            v=_pointer(cache.v),
-            cos=_pointer(self._cos),
-            sin=_pointer(self._sin),
             logits=_pointer(logits),
             hidden=_pointer(hidden),
             taps=_pointer(taps),
             tap_layers=_pointer(index[3]),
             batch=batch,
             width=width,
-            slots=cache.slots,
-            length=cache.length,
             num_taps=0 if index[3] is None else len(index[3]),
-            threads=torch.get_num_threads(),
             causal=int(causal),
             only_last=int(only_last),
             kv_only=int(kv_only),
             widths=_pointer(live),
         )
-        self._lib.ds_forward(self._bytes, self._model, ctypes.byref(args))
+        self._call(args)
+
+
+class ContextCall:
+    """See FusedStack.context_call. What it needs but its inputs is set up once, see BlockCall."""
+
+    def __init__(self, stack: FusedStack, cache: KVCache) -> None:
+        assert stack._args.context
+        self._stack, self._keep = stack, (cache, stack._cos, stack._sin)
+        self._args = stack._over(cache, kv_only=1)
+
+    def __call__(self, parts: Sequence[int], widths: Sequence[int], rows: Sequence[int], starts: Sequence[int]) -> None:
+        """parts: addresses of dense states [widths[b], n*H] in the stack's dtype, which the caller keeps alive.
+
+        They go to positions starts[b] .. starts[b] + widths[b] - 1 of slot rows[b]; a slot may occur several times.
+        """
+        count, args = len(parts), self._args
+        assert count == len(widths) == len(rows) == len(starts)
+        if not count:
+            return
+        numbers, addresses = (_I64 * (3 * count))(*rows, *starts, *widths), (_PTR * count)(*parts)
+        at = ctypes.addressof(numbers)
+        args.rows, args.starts, args.widths, args.parts = at, at + 8 * count, at + 16 * count, ctypes.addressof(addresses)
+        args.batch, args.width, args.threads = count, max(widths), torch.get_num_threads()
+        self._stack._call(args)
+
+
+class BlockCall:
+    """See FusedStack.block_call. What it needs but its inputs is set up once: at batch 1 that costs as much as a layer."""
+
+    def __init__(
+        self, stack: FusedStack, cache: KVCache, batch: int, width: int, first: int, logits: Tensor, hidden: Tensor
+    ) -> None:
+        assert 0 <= first < width and logits.shape == (batch, width - first, stack.vocab_size) and logits.is_contiguous()
+        assert hidden.shape == (batch, width, stack.hidden_size) and hidden.is_contiguous() and hidden.dtype == stack.dtype
+        self.logits, self.hidden = logits, hidden
+        self._stack, self._rows = stack, (_I64 * batch)()
+        self._keep = (cache, stack._cos, stack._sin)  # what the arguments point into
+        self._args = stack._over(cache, batch=batch, width=width, first=first, block=1)
+        self._args.logits, self._args.hidden = logits.data_ptr(), hidden.data_ptr()
+        self._args.rows = ctypes.addressof(self._rows)
+
+    def __call__(self, rows: Sequence[int], tokens: Tensor, starts: Tensor) -> None:
+        """tokens, starts int64 [B]: the first token of each block and its position."""
+        assert tokens.shape == starts.shape == (len(rows),) and tokens.dtype == starts.dtype == torch.int64
+        tokens, starts = tokens.contiguous(), starts.contiguous()
+        self._rows[:] = list(rows)
+        self._args.tokens, self._args.starts = tokens.data_ptr(), starts.data_ptr()
+        self._args.threads = torch.get_num_threads()
+        self._stack._call(self._args)

@@ -1,0 +1,569 @@
+"""Layouts and engines: speculators round trips, every refusal of the engine table, other producers' checkpoints, the card."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from drafters import DRAFT_IDS, tiny_drafter
+from safetensors.torch import load_file, save_file
+from serving import plain, prompts, requests
+
+from draftsmith.models.export import card, engines, importers, native, speculators
+from draftsmith.models.export.engines import ENGINES, RULES, Subject
+from draftsmith.runtime.decoder import Decoder
+from draftsmith.runtime.dspark import DSparkProposer
+from draftsmith.runtime.engine import Engine
+from tiny import tiny_model
+
+HEADS = ["vanilla", "gated", "rnn", "none"]
+
+
+def weights(model) -> dict[str, torch.Tensor]:
+    return dict(embedding=model.get_input_embeddings().weight, lm_head=model.get_output_embeddings().weight)
+
+
+def write_speculators(folder: Path, drafter, heads, **changes) -> Path:
+    folder.mkdir()
+    settings = dict(verifier="org/tiny", verifier_architectures=["LlamaForCausalLM"], dtype=torch.float32)
+    speculators.write(folder, drafter, heads, **settings | changes)
+    return folder
+
+
+def config_of(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+def edit(folder: Path, change) -> None:
+    """Let `change` work on config.json as a dictionary."""
+    config = config_of(folder)
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+# ---- speculators ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("head", HEADS)
+def test_speculators_round_trip_is_bit_equal(tmp_path: Path, head: str, reduced: bool, dtype: torch.dtype):
+    model = tiny_model()
+    drafter, heads = tiny_drafter(model, reduced=reduced, head=head)
+    folder = write_speculators(tmp_path / "one", drafter, heads, dtype=dtype)
+    loaded, loaded_heads = importers.load_any(folder, **weights(model), num_target_layers=3)
+    for name, value in drafter.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value.to(dtype).float()), name
+    assert loaded.config["target_layer_ids"] == [0, 1] and loaded.config["num_target_layers"] == 3
+    assert reduced == (loaded_heads.draft_ids is not None)
+    again = write_speculators(tmp_path / "two", loaded, loaded_heads, dtype=dtype)
+    assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert config_of(again) == config_of(folder)
+
+
+def test_speculators_config_states_what_its_readers_default_differently(tmp_path: Path):
+    drafter, heads = tiny_drafter(reduced=True)
+    folder = write_speculators(tmp_path / "drafter", drafter, heads, num_speculative_tokens=3)
+    found = config_of(folder)
+    assert "model_type" not in found and found["transformer_layer_config"]["model_type"] == "qwen3"
+    assert found["aux_hidden_state_layer_ids"] == [1, 2], "layer ids plus one"
+    assert found["draft_vocab_size"] == len(DRAFT_IDS) and found["sample_from_anchor"] is True and found["block_size"] == 5
+    assert found["transformer_layer_config"]["rope_parameters"]["rope_theta"] == 10000.0
+    assert found["speculators_config"]["verifier"] == {"name_or_path": "org/tiny", "architectures": ["LlamaForCausalLM"]}
+    assert found["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+    tensors = load_file(folder / "model.safetensors")
+    assert "embed_tokens.weight" not in tensors and tensors["lm_head.weight"].shape == (len(DRAFT_IDS), 64)
+    assert torch.equal(torch.arange(len(DRAFT_IDS)) + tensors["d2t"], DRAFT_IDS) and tensors["t2d"].sum() == len(DRAFT_IDS)
+    full = write_speculators(tmp_path / "full", *tiny_drafter())
+    assert config_of(full)["draft_vocab_size"] == 97, "the default of 32000 would be taken otherwise"
+    assert not {"embed_tokens.weight", "lm_head.weight", "d2t"} & set(load_file(full / "model.safetensors"))
+    everything = write_speculators(tmp_path / "heads", *tiny_drafter(), with_heads=True)
+    assert {"embed_tokens.weight", "lm_head.weight"} <= set(load_file(everything / "model.safetensors"))
+
+
+def test_the_native_loader_points_to_the_import_command(tmp_path: Path):
+    folder = write_speculators(tmp_path / "drafter", *tiny_drafter())
+    with pytest.raises(ValueError, match="not the native layout; bring it there with `draftsmith import"):
+        native.read_config(folder)
+
+
+# ---- the engine table -------------------------------------------------------------------------------------------------
+
+
+def subject(engine_name: str, **changes) -> Subject:
+    """What `--for engine` would write for a tiny drafter, in the engine's first layout."""
+    drafter, heads = tiny_drafter(**changes)
+    config = native.file_config(drafter, torch.bfloat16)
+    layout = ENGINES[engine_name].formats[0]
+    file = dict(config)
+    if layout == "speculators":
+        file = speculators.to_config(config, verifier="org/tiny", verifier_architectures=[])
+    names = native.file_tensors(drafter, heads, torch.bfloat16)
+    return Subject(dict(config), file, frozenset(names), layout, 5)
+
+
+def with_config(found: Subject, **changes) -> Subject:
+    """The subject with other config values, in the file too where they stand at its top."""
+    file = {**found.file, **{key: value for key, value in changes.items() if key in found.file}}
+    return replace(found, config={**found.config, **changes}, file=file)
+
+
+def with_file(found: Subject, **changes) -> Subject:
+    """Other values in the file alone; those of the layers go where the layout keeps them."""
+    file = json.loads(json.dumps(found.file))
+    for key, value in changes.items():
+        place = file["transformer_layer_config"] if key in file.get("transformer_layer_config", {}) else file
+        place[key] = value
+    return replace(found, file=file)
+
+
+BREAK = {
+    "drafter.head": lambda s: with_config(s, markov_head_type="gated"),
+    "drafter.rank": lambda s: with_config(s, markov_rank=0),
+    "drafter.draft_vocab_size": lambda s: with_config(s, draft_vocab_size=50),
+    "sample_from_anchor": lambda s: with_config(s, sample_from_anchor=False),
+    "drafter.tap_layers": lambda s: with_config(s, target_layer_ids=[0, 2]),
+    "aux_hidden_state_layer_ids": lambda s: replace(
+        s, layout="speculators", file={**s.file, "aux_hidden_state_layer_ids": [0, 1]}
+    ),
+    "drafter.mask_token_id": lambda s: with_config(s, mask_token_id=97),
+    "layer_types": lambda s: with_file(s, layer_types=["sliding_attention", "full_attention"]),
+    "rope_parameters.rope_theta": lambda s: with_file(s, rope_parameters={"rope_type": "default"}),
+    "dtype": lambda s: with_file(s, dtype="float16"),
+    "model_type": lambda s: replace(s, file={**s.file, "model_type": "llama"}),
+    "tie_word_embeddings": lambda s: replace(s, file={**s.file, "tie_word_embeddings": True}),
+    "num_anchors": lambda s: replace(s, file={key: value for key, value in s.file.items() if key != "num_anchors"}),
+    "drafter.survival_with_head": lambda s: with_config(s, confidence_head_with_markov=False),
+    "tensor names": lambda s: replace(s, tensors=s.tensors | {"model.norm.weight"}),
+    "tensors": lambda s: replace(s, tensors=s.tensors - {"fc.weight"}),
+    "embed_tokens.weight, lm_head.weight": lambda s: replace(s, tensors=s.tensors - {"embed_tokens.weight"}),
+    "explicit keys": lambda s: replace(s, file={key: value for key, value in s.file.items() if key != "block_size"}),
+}
+
+
+def test_every_engine_takes_what_we_emit_by_default():
+    for name in ENGINES:
+        engines.check(name, subject(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [(name, rule) for rule in RULES for name in rule.engines],
+    ids=lambda v: v if isinstance(v, str) else v.name,
+)
+def test_every_rule_of_every_engine_refuses_in_one_line(name: str, rule: engines.Rule):
+    broken = BREAK[rule.name](subject(name))
+    assert not rule.ok(broken) and rule.ok(subject(name))
+    with pytest.raises(ValueError, match=f"--for {name}: .* is not allowed; ") as error:
+        engines.check(name, broken)
+    assert "\n" not in str(error.value)
+    if rule.name != "aux_hidden_state_layer_ids":  # a native config in the other layout breaks more than that
+        assert f"--for {name}: {rule.name}: " in str(error.value) and rule.way_out in str(error.value)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_key_that_readers_default_must_be_written(name: str):
+    found = subject(name)
+    keys = engines.SPECULATORS_KEYS if found.layout == "speculators" else (*engines.NATIVE_KEYS, "markov_head_type")
+    for key in keys:
+        file = {k: v for k, v in found.file.items() if k != key}
+        assert engines.unstated(replace(found, file=file)) == [key]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("vllm", dict(head="rnn"), "drafter.head: 'rnn' is not allowed; vLLM loads the vanilla correction head only"),
+        ("trtllm", dict(head="gated"), "drafter.head: 'gated'"),
+        ("llamacpp", dict(head="rnn"), "drafter.head: 'rnn'"),
+        ("sglang", dict(head="none"), "drafter.rank: 0 .* add --zero-head"),
+        ("sglang", dict(reduced=True), "draft_vocab_size: 49"),
+        ("trtllm", dict(reduced=True), "draft_vocab_size: 49"),
+        ("deepspec", dict(reduced=True), "draft_vocab_size: 49"),
+    ],
+)
+def test_drafters_that_an_engine_cannot_serve(name: str, changes: dict, words: str):
+    with pytest.raises(ValueError, match=words):
+        engines.check(name, subject(name, **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("sglang", dict(head="gated")), ("sglang", dict(head="rnn")), ("vllm", dict(reduced=True)),
+        ("speculators", dict(head="rnn", reduced=True)), ("speculators", dict(head="none")), ("deepspec", dict(head="none")),
+        ("llamacpp", dict(reduced=True)), ("llamacpp", dict(survival_head=False, survival_with_head=False)),
+    ],
+)  # fmt: skip
+def test_drafters_that_an_engine_can_serve(name: str, changes: dict):
+    engines.check(name, subject(name, **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "slots", "allowed"),
+    [("vllm", 6, "1 to 5"), ("vllm", 0, "1 to 5"), ("llamacpp", 9, "1 to 5"), ("speculators", 6, "1 to 5"),
+     ("deepspec", 6, "1 to 5"), ("sglang", 4, "exactly 5"), ("trtllm", 3, "exactly 5")],
+)  # fmt: skip
+def test_tokens_a_cycle_are_checked(name: str, slots: int, allowed: str):
+    with pytest.raises(ValueError, match=f"--for {name}: --num-speculative-tokens: {slots} .*{allowed}"):
+        engines.check(name, replace(subject(name), slots=slots))
+    engines.check(name, replace(subject(name), slots=5))
+
+
+def test_formats_and_heads_of_an_engine():
+    assert [engines.pick_format(name, None) for name in ENGINES] == ["native"] * 5 + ["speculators"]
+    assert engines.pick_format(None, "speculators") == engines.pick_format("vllm", "speculators") == "speculators"
+    for name in ("sglang", "deepspec", "llamacpp"):
+        with pytest.raises(ValueError, match=f"--for {name}: --format speculators is not allowed; .* loads native"):
+            engines.pick_format(name, "speculators")
+    with pytest.raises(ValueError, match="--for speculators: --format native"):
+        engines.pick_format("speculators", "native")
+    with pytest.raises(ValueError, match="--for: 'tgi' is not allowed"):
+        engines.pick_format("tgi", None)
+    with pytest.raises(ValueError, match="--format: 'gguf' is not allowed"):
+        engines.pick_format(None, "gguf")
+    assert [engines.pick_heads(name, None, engines.pick_format(name, None)) for name in ENGINES] == [
+        True, False, False, True, True, False,
+    ]  # fmt: skip
+    assert engines.pick_heads("vllm", False, "native") is False and engines.pick_heads("sglang", True, "native") is True
+    with pytest.raises(ValueError, match="--for deepspec: --no-target-heads is not allowed"):
+        engines.pick_heads("deepspec", False, "native")
+
+
+@torch.no_grad()
+def test_a_zero_head_changes_no_token():
+    drafter, heads = tiny_drafter(head="none")
+    made = native.add_zero_head(drafter)
+    assert made.config["markov_rank"] == 8 and made.config["markov_head_type"] == "vanilla"
+    one, two = (DSparkProposer(d, heads, slots=1, max_context=64, with_survival=True) for d in (drafter, made))
+    from draftsmith.runtime.config import SamplingParams
+    from draftsmith.runtime.sampling import SamplingBatch
+
+    taps = torch.randn(9, 128, generator=torch.Generator().manual_seed(0))
+    found = []
+    for proposer in (one, two):
+        proposer.begin(0, list(range(3, 12)), taps)
+        batch = SamplingBatch.build([SamplingParams(temperature=1.0, seed=3)], [9])
+        found.append(proposer.propose([0], torch.tensor([5]), batch, 5))
+    assert torch.equal(found[0].tokens, found[1].tokens)
+    torch.testing.assert_close(found[0].survival, found[1].survival)
+
+
+# ---- other producers --------------------------------------------------------------------------------------------------
+
+
+def deepspec(folder: Path, **changes) -> Path:
+    """A DeepSpec checkpoint by hand: flat, transformers-4 rotary keys, no layout flag, bf16, embedding and head inside."""
+    drafter, heads = tiny_drafter(**changes)
+    folder.mkdir()
+    native.write(folder, drafter, heads, dtype=torch.bfloat16)
+
+    def change(config: dict) -> None:
+        del config["sample_from_anchor"], config["target_model_name_or_path"]
+        config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+        config["torch_dtype"] = config.pop("dtype")
+        config.pop("confidence_head_with_markov")  # DeepSpec writes it with the head only, and readers default it differently
+
+    edit(folder, change)
+    return folder
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_deepspec_is_refused_until_the_layout_is_named_and_then_round_trips(tmp_path: Path, head: str):
+    model = tiny_model()
+    folder = deepspec(tmp_path / "theirs", head=head)
+    with pytest.raises(ValueError, match="sample_from_anchor is missing.*DeepSpec.*--layout anchor-first"):
+        importers.read(folder)
+    found = importers.read(folder, layout="anchor-first")
+    assert found.kind == "deepspec" and "told by --layout" in found.notes[0]
+    assert found.config["sample_from_anchor"] is True and found.config["confidence_head_with_markov"] is (head != "none")
+    assert found.config["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+    drafter, heads = importers.load_any(folder, **weights(model), layout="anchor-first")
+    again = native.save(tmp_path / "ours", drafter, heads, dtype=torch.bfloat16)
+    assert (again / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert native.read_config(again)["markov_rank"] == (0 if head == "none" else 8)
+
+
+def test_an_imported_drafter_decodes_losslessly(tmp_path: Path):
+    model = tiny_model()
+    drafter, heads = importers.load_any(deepspec(tmp_path / "theirs"), **weights(model), layout="anchor-first")
+    check_lossless(model, drafter, heads)
+
+
+def check_lossless(model, drafter, heads) -> None:
+    decoder = Decoder.from_target(model, dtype=torch.float32, tap_layers=drafter.tap_layers, backend="torch")
+    proposer = DSparkProposer(drafter, heads, slots=2, max_context=128)
+    served = Engine(decoder, proposer=proposer, slots=2, max_context=128)
+    texts = prompts(3)
+    for done, text in zip(served.run(requests(texts, max_new_tokens=12)), texts, strict=True):
+        assert list(done.token_ids) == plain(text, 12, model)
+    assert served.stats.cycles > 0
+
+
+def zlab(folder: Path) -> Path:
+    """A z-lab DFlash checkpoint by hand: nested keys, backbone tensors alone."""
+    drafter, heads = tiny_drafter(head="none", survival_head=False)
+    folder.mkdir()
+    native.write(folder, drafter, heads, dtype=torch.float32, with_heads=False)
+
+    def change(config: dict) -> None:
+        config["dflash_config"] = {key: config.pop(key) for key in ("target_layer_ids", "mask_token_id")}
+        config["architectures"] = ["DFlashDraftModel"]
+        for key in (
+            "sample_from_anchor",
+            "markov_rank",
+            "enable_confidence_head",
+            "confidence_head_with_markov",
+            "num_anchors",
+        ):
+            del config[key]
+
+    edit(folder, change)
+    return folder
+
+
+def test_zlab_dflash_serves_in_its_own_frame(tmp_path: Path):
+    model = tiny_model()
+    folder = zlab(tmp_path / "theirs")
+    with pytest.raises(ValueError, match="z-lab DFlash.*fill-in"):
+        importers.read(folder)
+    drafter, heads = importers.load_any(folder, **weights(model), layout="fill-in")
+    assert (drafter.first_slot, drafter.num_predictions) == (1, 4), "block 5: the anchor's slot predicts nothing"
+    check_lossless(model, drafter, heads)
+    ours = native.save(tmp_path / "ours", drafter, heads, dtype=torch.float32)
+    assert native.read_config(ours)["sample_from_anchor"] is False
+    again, _ = native.load(ours, **weights(model))
+    assert again.num_predictions == 4
+
+
+@torch.no_grad()
+def test_fill_in_slots_are_those_of_the_block_behind_the_anchor(tmp_path: Path):
+    """Slot j predicts position anchor+j: its draft is the arg-max of the block's j-th state, under the token before it."""
+    from draftsmith.runtime.config import SamplingParams
+    from draftsmith.runtime.sampling import SamplingBatch
+
+    model = tiny_model()
+    drafter, heads = tiny_drafter(model)
+    folder = native.save(tmp_path / "d", drafter, heads, dtype=torch.float32)
+    edit(folder, lambda config: config.update(sample_from_anchor=False))
+    loaded, _ = native.load(folder, **weights(model))
+    taps = torch.randn(7, 128, generator=torch.Generator().manual_seed(2))
+    proposer = DSparkProposer(loaded, heads, slots=1, max_context=64, whole_block=True)
+    assert proposer.num_slots == 4
+    proposer.begin(0, list(range(3, 10)), taps)
+    batch = SamplingBatch.build([SamplingParams(temperature=0.0)], [7])
+    drafted = proposer.propose([0], torch.tensor([11]), batch, 4).tokens[0].tolist()
+    out = drafter.unroll(
+        taps=taps[None], anchors=torch.tensor([[7]]), previous_tokens=torch.tensor([[[11, 0, 0, 0, 0]]]),
+        embedding=heads.embedding,
+    )  # fmt: skip
+    token, wanted = 11, []
+    for j in range(1, 5):
+        state = out.hidden[0, 0, j]
+        logits = state @ heads.lm_head.T + drafter.markov_head.markov_w2(drafter.markov_head.markov_w1.weight[token])
+        token = int(logits.argmax())
+        wanted.append(token)
+    assert drafted == wanted
+
+
+def test_speculators_dflash_is_fill_in_by_its_own_word(tmp_path: Path):
+    model = tiny_model()
+    folder = write_speculators(tmp_path / "d", *tiny_drafter(head="none", survival_head=False))
+
+    def change(config: dict) -> None:
+        config["speculators_model_type"], config["sample_from_anchor"] = "dflash", False
+        for key in ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"):
+            del config[key]
+
+    edit(folder, change)
+    drafter, heads = importers.load_any(folder, **weights(model), num_target_layers=3)
+    assert drafter.num_predictions == 4 and drafter.markov_head is None and drafter.confidence_head is None
+    check_lossless(model, drafter, heads)
+    edit(folder, lambda config: config.pop("sample_from_anchor"))
+    with pytest.raises(ValueError, match="sample_from_anchor is missing"):
+        importers.read(folder)
+
+
+def test_specforge_nesting_and_names(tmp_path: Path):
+    model = tiny_model()
+    drafter, heads = tiny_drafter(model)
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    native.write(folder, drafter, heads, dtype=torch.float32, with_heads=False)
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {f"logit_head.{k}" if k.startswith(("markov", "conf")) else f"_orig_mod.{k}": v for k, v in tensors.items()}
+    save_file(renamed, folder / "model.safetensors")
+
+    def change(config: dict) -> None:
+        nested = ("target_layer_ids", "mask_token_id", "markov_rank", "markov_head_type", "enable_confidence_head")
+        config["dflash_config"] = {key: config.pop(key) for key in nested} | {"projector_type": "dspark"}
+        config["architectures"] = ["DSparkDraftModel"]
+        del config["sample_from_anchor"], config["confidence_head_with_markov"]
+
+    edit(folder, change)
+    with pytest.raises(ValueError, match="sample_from_anchor is missing.*SpecForge"):
+        importers.read(folder)
+    loaded, _ = importers.load_any(folder, **weights(model), layout="anchor-first")
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in drafter.state_dict().items())
+    edit(folder, lambda config: config["dflash_config"].update(shift_label=True))
+    assert importers.read(folder).config["sample_from_anchor"] is True, "shift_label says that it is anchor-first"
+    edit(folder, lambda config: config.update(mask_token_id=5))
+    with pytest.raises(ValueError, match="mask_token_id: 5 at the top contradicts 96 in dflash_config"):
+        importers.read(folder)
+
+
+def test_a_layout_override_against_the_file_is_said_aloud(tmp_path: Path):
+    folder = native.save(tmp_path / "d", *tiny_drafter())
+    assert importers.read(folder).notes == ()
+    found = importers.read(folder, layout="fill-in")
+    assert "AGAINST the file's sample_from_anchor: true" in found.notes[0] and found.config["sample_from_anchor"] is False
+    with pytest.raises(ValueError, match="--layout: 'both' is not allowed"):
+        importers.read(folder, layout="both")
+
+
+def test_sharded_files_are_read(tmp_path: Path):
+    model = tiny_model()
+    drafter, heads = tiny_drafter(model)
+    folder = native.save(tmp_path / "d", drafter, heads, dtype=torch.float32)
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    half = len(names) // 2
+    parts = {"a.safetensors": names[:half], "b.safetensors": names[half:]}
+    for file, held in parts.items():
+        save_file({name: tensors[name] for name in held}, folder / file)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="neither model.safetensors nor"):
+        importers.read(folder)
+    index = {name: file for file, held in parts.items() for name in held}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    loaded, _ = importers.load_any(folder, **weights(model))
+    assert torch.equal(loaded.fc.weight, drafter.fc.weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: c.update(architectures=["Eagle3DraftModel"]), "EAGLE-3 drafters are not supported"),
+        (lambda c: c.update(speculators_model_type="eagle3"), "EAGLE-3 drafters are not supported"),
+        (lambda c: c.update(layer_types=["sliding_attention"] * 2), "layer_types: .*sliding_attention"),
+        (lambda c: c.update(attention_bias=True), "attention_bias: true"),
+        (lambda c: c.update(model_type="gemma4_text"), "model_type: 'gemma4_text'"),
+        (lambda c: c.update(hidden_act="gelu"), "hidden_act: 'gelu'"),
+        (lambda c: c.pop("rope_parameters"), "missing rope_parameters.rope_theta"),
+        (lambda c: c.pop("mask_token_id"), "missing mask_token_id"),
+        (lambda c: c.pop("hidden_size"), "missing hidden_size"),
+        (lambda c: c.update(target_layer_ids=[-1, 1]), r"\[-1, 1\] must be strictly ascending"),
+        (lambda c: c.update(dflash_config={"projector_type": "domino"}), "projector_type: 'domino'"),
+        (lambda c: c.pop("target_layer_ids"), "not a known drafter"),
+    ],
+)
+def test_checkpoints_that_we_cannot_compute_are_refused(tmp_path: Path, change, words: str):
+    folder = native.save(tmp_path / "d", *tiny_drafter())
+    edit(folder, change)
+    with pytest.raises(ValueError, match=words):
+        importers.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: c.update(aux_hidden_state_layer_ids=[0, 2]), "taps the embedding"),
+        (lambda c: c.pop("aux_hidden_state_layer_ids"), "missing aux_hidden_state_layer_ids"),
+        (lambda c: c.update(sliding_window_non_causal=True), "sliding_window_non_causal"),
+        (lambda c: c.update(speculators_model_type="mtp"), "speculators_model_type: 'mtp'"),
+    ],
+)
+def test_speculators_checkpoints_that_we_cannot_compute(tmp_path: Path, change, words: str):
+    folder = write_speculators(tmp_path / "d", *tiny_drafter())
+    edit(folder, change)
+    with pytest.raises(ValueError, match=words):
+        importers.read(folder)
+
+
+def test_absolute_ids_in_d2t_are_refused(tmp_path: Path):
+    model = tiny_model()
+    folder = native.save(tmp_path / "d", *tiny_drafter(model, reduced=True), dtype=torch.float32)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "d2t": DRAFT_IDS}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="d2t leads to ids outside"):
+        native.load(folder, **weights(model))
+
+
+# ---- warm starts ------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_a_start_when_it_means_the_same(tmp_path: Path):
+    from draftsmith.models.init import init_from_checkpoint, read_start, start_ids
+
+    trained, heads = tiny_drafter(reduced=True)
+    folder = str(write_speculators(tmp_path / "d", trained, heads))
+    start = read_start(folder, 3)
+    assert torch.equal(start_ids(start), DRAFT_IDS), "the draft vocabulary is kept"
+    fresh, _ = tiny_drafter(reduced=True, seed=5)
+    init_from_checkpoint(fresh, start, folder)
+    assert all(torch.equal(fresh.state_dict()[name], value) for name, value in trained.state_dict().items())
+    for changes, words in [
+        (dict(reduced=True, rank=4), "markov_rank 8, the recipe's drafter 4"),
+        (dict(), "draft_vocab_size 49, the recipe's drafter 97"),
+        (dict(reduced=True, tap_layers=(0,)), r"target_layer_ids \[0, 1\], the recipe's drafter \[0\]"),
+        (dict(reduced=True, num_layers=1), "num_hidden_layers 2, the recipe's drafter 1"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            init_from_checkpoint(tiny_drafter(**changes)[0], start, folder)
+
+
+def test_a_fill_in_drafter_is_no_start(tmp_path: Path):
+    from draftsmith.models.init import read_start
+
+    folder = native.save(tmp_path / "d", *tiny_drafter())
+    edit(folder, lambda config: config.update(sample_from_anchor=False))
+    with pytest.raises(ValueError, match="fill-in drafter; training is anchor-first"):
+        read_start(str(folder), 3)
+
+
+# ---- the model card ---------------------------------------------------------------------------------------------------
+
+
+def test_the_card_has_front_matter_and_the_measured_tables():
+    drafter, _ = tiny_drafter()
+    cell = {
+        "domain": "code", "temperature": 0.0, "concurrency": 1, "context": 40, "tau": 2.5, "speedup": 1.4,
+        "speedup_interval": [1.3, 1.5], "acceptance_per_slot": [0.8, 0.7, None],
+    }  # fmt: skip
+    side = {"tokens_per_second": 10.0, "speedup": 1.0, "tau": 1.0, "length_mean": 0.0}
+    machine = {"hardware": "a CPU", "dtype": "bfloat16", "threads": 2}
+    grid = {**{k: cell[k] for k in ("domain", "temperature", "concurrency", "context")}}
+    made = {
+        "gate": "passed", "parity": {"blocks": 64, "checks": [{"name": "draft logits", "value": 1e-6, "limit": 1e-5}]},
+        "measured": {
+            "report": {"environment": machine, "lossless": {"verdict": True}, "cells": [cell]},
+            "grid": {"environment": machine, "cells": [
+                {**grid, "sides": {"plain": side, "load": {**side, "tokens_per_second": 15.0}}}]},
+        },
+        "export": {"format": "native", "dtype": "bfloat16", "commands": {"vllm": "vllm serve x"}},
+    }  # fmt: skip
+    text = card.model_card(drafter.config, made, title="tiny-dspark", target="org/tiny")
+    matter = text.split("---")[1]
+    assert "base_model: org/tiny" in matter and "- speculative-decoding" in matter and "value: 2.5" in matter
+    assert "| code | 0 | 1 | 2.50 | 1.40 (1.30 to 1.50) | 0.80 | 0.70 | - |" in text
+    assert "| code | 0 | 1 | 40 | **load** | 15.0 |" in text and "vllm serve x" in text
+    assert "| draft logits | 1.0e-06 | 1.0e-05 |" in text
+    skipped = card.model_card(drafter.config, {"gate": "skipped"}, title="t", target="./folder")
+    assert "**skipped**" in skipped and "base_model" not in skipped
+
+
+def test_measurements_older_than_the_drafter_are_left_out(tmp_path: Path):
+    import os
+
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter" / "model.safetensors").write_bytes(b"")
+    report = {"environment": {}, "lossless": {"verdict": True}, "cells": [{"domain": "code", "tau": 2.0}]}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    found, notes = card.measured(tmp_path)
+    assert found["report"]["cells"][0]["tau"] == 2.0 and not notes
+    os.utime(tmp_path / "report.json", (1, 1))
+    found, notes = card.measured(tmp_path)
+    assert not found and "older than the drafter" in notes[0]
