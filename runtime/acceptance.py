@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 START = 0.6  # acceptance assumed of a drafter nobody has seen yet
 _STRENGTH = 4.0  # pseudo-observations that tie a slot to the slot before it
+_PREDICTED_STRENGTH = 12.0  # the same where the proposer predicted it
 _POOL_MEMORY = 0.998  # per row and cycle: about 500 of them count
 _ROW_MEMORY = 0.96
 _ROW_TIES = 3.0  # 1 / variance of the rows' offsets on the logit
@@ -53,11 +54,16 @@ class _Pool:
         self._conditionals = None
 
     def conditionals(self) -> Floats:
-        """Acceptance per slot given that the slots before it stood: float64 [G]."""
+        """Acceptance per slot given that the slots before it stood: float64 [G].
+
+        A slot that was seldom reached is tied to the slot before it, or to what the proposer predicted of it."""
         if self._conditionals is None:
-            found, before = [], START
-            for passed, trials in zip(self.passed.tolist(), self.trials.tolist(), strict=True):
-                before = (passed + _STRENGTH * before) / (trials + _STRENGTH)
+            found, before, stood = [], START, 1.0
+            for passed, trials, mean, weight in zip(*(self.sums[i].tolist() for i in (1, 0, 4, 5)), strict=True):
+                ties = _STRENGTH
+                if weight > _STRENGTH:
+                    before, ties, stood = mean / weight / stood, _PREDICTED_STRENGTH, max(mean / weight, 1e-9)
+                before = (passed + ties * before) / (trials + ties)
                 found.append(min(max(before, _EDGE), 1 - _EDGE))
             self._conditionals = np.array(found)
         return self._conditionals

@@ -55,6 +55,7 @@ class DSparkProposer:
         self.num_slots = drafter.num_predictions
         self.tap_layers = drafter.tap_layers
         self.with_survival = with_survival and drafter.confidence_head is not None
+        self.ask_survival = True  # the engine's, for one cycle
         self.calibration = calibration
         self.backbone = make_backbone(drafter, self.heads, slots=slots, max_context=max_context)
         head, survival = drafter.markov_head, drafter.confidence_head
@@ -133,7 +134,7 @@ class DSparkProposer:
         u = None if sampling.all_greedy else uniforms(sampling.seeds, sampling.positions, base.shape[1], DRAFT)
         if self._chain is None:
             return self._draft_in_torch(hidden, base, anchors, sampling, u)
-        if not self.with_survival:
+        if not (self.with_survival and self.ask_survival):
             return self._chain(anchors, base, sampling.native_settings(), u)
         maps = None if self.calibration is None else self.calibration.maps(sampling.temperature)
         return self._chain(anchors, base, sampling.native_settings(), u, hidden, maps)
@@ -149,7 +150,7 @@ class DSparkProposer:
         else:
             law = None if u is None else sampling.probabilities(base)
             tokens = self._ids(argmax(base) if law is None or u is None else draw(law, u))
-        if not self.with_survival:
+        if not (self.with_survival and self.ask_survival):
             return tokens, law, None, None
         logits = self._survival(hidden, anchors, tokens)
         if self.calibration is None:

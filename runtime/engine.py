@@ -365,13 +365,13 @@ class Engine:
             return view, DraftPlan([], 0)
         self._lap("rest_s")
         if self._scheduler is None:
-            plan = DraftPlan(list(range(len(running))), self.num_slots)
+            plan = DraftPlan(list(range(len(running))), self.num_slots, survival=True)
         else:
             plan = self._scheduler.plan(view)
         rows = [i for i in plan.rows if view.room[i]]
         # Not cut to the rows' room: what is drafted may depend on the slots asked for, and must not depend on other rows.
         slots = min(plan.slots, self.num_slots) if rows else 0
-        plan = DraftPlan(rows, slots, plan.budget) if slots > 0 else DraftPlan([], 0)
+        plan = DraftPlan(rows, slots, plan.budget, plan.survival) if slots > 0 else DraftPlan([], 0)
         self._lap("schedule_s")
         return view, plan
 
@@ -381,7 +381,7 @@ class Engine:
         slots = [row.slot for row in rows[:count]]
         sampling = self._sampling(rows[:count], positions[:count])
         self._lap("rest_s")
-        proposal, sound = self._drafting.propose(slots, anchors[:count], sampling, plan.slots)
+        proposal, sound = self._drafting.propose(slots, anchors[:count], sampling, plan.slots, survival=plan.survival)
         if proposal is None:
             self._lap("draft_s")
             return None

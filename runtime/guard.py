@@ -29,6 +29,7 @@ class Drafting:
         self.proposer, self.vocab_size, self.on_host = proposer, vocab_size, on_host
         self.rows: set[int] = set()
         self.stats = EngineStats()  # the engine puts its own in place
+        self._may_skip = hasattr(proposer, "ask_survival")
         self._in_a_row, self._warned = 0, False
         self._failed = False  # since the last propose
 
@@ -49,12 +50,17 @@ class Drafting:
             self._call([slot], "first_token", tell, slot, first)
 
     def propose(
-        self, slots: list[int], anchors: Tensor, sampling: SamplingBatch, max_slots: int
+        self, slots: list[int], anchors: Tensor, sampling: SamplingBatch, max_slots: int, *, survival: bool = True
     ) -> tuple[Proposal | None, Any]:
-        """Ask for drafts. Returns the proposal, None where the call failed or drafted nothing at all, and which rows' drafts
-        are sound, see `check`. The tokens of the proposal are valid ids in every slot."""
+        """Ask for drafts; survival: somebody will look at the survivals.
+
+        Returns the proposal, None where the call failed or drafted nothing at all, and which rows' drafts are sound, see
+        `check`. The tokens of the proposal are valid ids in every slot.
+        """
         assert self.proposer is not None
         self._failed = False
+        if self._may_skip:
+            self.proposer.ask_survival = survival  # type: ignore[attr-defined]
         self.stats.draft_passes += 1
         self.stats.drafted_tokens += len(slots) * max_slots
         done, answer = self._call(slots, "propose", self._ask, slots, anchors, sampling, max_slots)

@@ -18,8 +18,10 @@ from torch import Tensor
 from .allocation import Prices, prices
 
 Floats = NDArray[np.float64]
-Behind = Callable[[int], tuple[int, list[int]]]
+Behind = Callable[[int], NDArray[np.int64]]
 _MOST = 0.4  # of the logarithm of a timing correction
+_LOOK = 32  # cycles that decide whether survivals are worth a look
+_FIRST_WAIT, _LONGEST_WAIT = 128, 1024  # cycles without one
 
 
 class CycleCosts:
@@ -47,16 +49,22 @@ class CycleCosts:
 
 
 class Choice(NamedTuple):
-    """The best use of a cycle as far as past cycles tell. rate: tokens per millisecond; slots 0: plain decoding."""
+    """The best use of a cycle as far as past cycles tell. rate: tokens per millisecond; slots 0: plain decoding; items: drafts
+    to verify in all; lengths: of each row of the view."""
 
     rate: float
     slots: int
     items: int
-    rows: list[int]
+    lengths: list[int]
+
+    @property
+    def rows(self) -> list[int]:
+        """Indices of the rows that are drafted."""
+        return [i for i, length in enumerate(self.lengths) if length]
 
 
 def search_ragged(survival: Floats, costs: CycleCosts, slower: float) -> tuple[Floats, Behind]:
-    """Best rate for each number of slots 1..G: float64 [G], and a function slots -> (items, drafted rows) behind it.
+    """Best rate for each number of slots 1..G: float64 [G], and a function slots -> lengths int64 [R] behind it.
 
     Items of all rows stand in falling order; for g slots those beyond slot g are skipped. A prefix of the order needs as many
     drafted rows as it holds first slots.
@@ -73,10 +81,10 @@ def search_ragged(survival: Floats, costs: CycleCosts, slower: float) -> tuple[F
     rates = tokens / times
     ends = rates.argmax(axis=1)
 
-    def behind(slots: int) -> tuple[int, list[int]]:
+    def behind(slots: int) -> NDArray[np.int64]:
         end = int(ends[slots - 1]) + 1
         front = order[:end]
-        return int(verified[slots - 1, end - 1]), sorted((front[front < rows] % rows).tolist())
+        return np.bincount(front[slot[:end] < slots] % rows, minlength=rows)
 
     return rates[np.arange(most), ends], behind
 
@@ -87,7 +95,52 @@ def search_padded(survival: Floats, costs: CycleCosts, slower: float) -> tuple[F
     tokens = rows + survival.sum(axis=0).cumsum()
     slots = np.arange(1, most + 1)
     times = slower * (costs.drafts[rows, slots] + costs.passes[rows * slots])
-    return tokens / times, lambda length: (rows * length, list(range(rows)))
+    return tokens / times, lambda length: np.full(rows, length)
+
+
+class Looking:
+    """Whether live survivals earn what looking at them costs; if not, lengths follow from past cycles alone for a while.
+
+    Judged on the survivals themselves: the rate of the cycles as they were cut, against that of the same drafts cut nowhere or
+    all at one slot. While nobody looks, the time to the next look doubles as long as looks change nothing.
+    """
+
+    def __init__(self, cost_ms: float) -> None:
+        self.cost_ms = cost_ms
+        self.on = True
+        self._wait, self._interval = 0, _FIRST_WAIT
+        self._forget()
+
+    def _forget(self) -> None:
+        self._cycles, self._cut = 0.0, np.zeros(2)
+        self._whole: Floats | None = None
+
+    def judge(self, survival: Floats, lengths: NDArray[np.int64], rows: int, costs: CycleCosts) -> None:
+        """C cycles are over: survivals [C, B, g] of the B drafted of `rows` rows, and what was verified, [C, B]."""
+        cycles, drafted, slots = survival.shape
+        if self._whole is None or self._whole.shape[1] != slots:
+            self._forget()
+        kept = np.where(np.arange(slots) < lengths[..., None], survival, 0.0).sum(axis=(1, 2))
+        spent = costs.passes[lengths.sum(axis=1)] + float(costs.drafts[drafted, slots]) + self.cost_ms
+        tokens = cycles * rows + survival.sum(axis=(0, 1)).cumsum()
+        each = np.arange(1, slots + 1)
+        times = cycles * (costs.passes[drafted * each] + costs.drafts[drafted, each])
+        self._cycles += cycles
+        self._cut = self._cut + (cycles * rows + kept.sum(), spent.sum())
+        self._whole = np.stack((tokens, times)) + (0.0 if self._whole is None else self._whole)
+        if self._cycles < _LOOK:
+            return
+        if (self._whole[0] / self._whole[1]).max() * self._cut[1] >= self._cut[0]:
+            self.on, self._wait = False, self._interval
+            self._interval = min(2 * self._interval, _LONGEST_WAIT)
+        else:
+            self._interval = _FIRST_WAIT
+        self._forget()
+
+    def pass_by(self) -> None:
+        """A cycle went by without a look."""
+        self._wait -= 1
+        self.on = self._wait <= 0
 
 
 class Timing:

@@ -35,7 +35,8 @@ class Proposal:
 
 
 class Proposer(Protocol):
-    """num_slots: the most tokens it drafts; tap_layers: target states it needs (empty: none).
+    """num_slots: the most tokens it drafts; tap_layers: target states it needs (empty: none). One that can leave survivals out
+    has an attribute ask_survival, which the engine sets before each propose.
 
     Per request: begin, then (optionally) first_token, then cycles of (propose, commit), where a cycle may skip the propose for
     some or all rows, then release. Rows are independent: other rows never change what a row is drafted.

@@ -27,7 +27,7 @@ from torch import Tensor
 from .acceptance import AcceptanceEstimator
 from .allocation import chain_lengths, chain_lengths_on_device
 from .costs import GREEDY, SAMPLED, CostTable
-from .planning import Choice, CycleCosts, Floats, Timing, search_padded, search_ragged
+from .planning import Choice, CycleCosts, Floats, Looking, Timing, search_padded, search_ragged
 from .propose import Proposal
 
 CUTS = ("rate", "budget", "none")
@@ -57,11 +57,12 @@ class CycleView:
 @dataclass(frozen=True)
 class DraftPlan:
     """rows: indices into view.slots that are drafted (empty: a plain cycle); slots: asked of the proposer; budget: the most
-    drafts that are verified, over all rows (None: no limit)."""
+    drafts that are verified, over all rows (None: no limit); survival: whether `allocate` will look at live survivals."""
 
     rows: list[int]
     slots: int
     budget: int | None = None
+    survival: bool = False
 
 
 class Scheduler(Protocol):
@@ -106,7 +107,7 @@ class FixedLength:
         rows = [i for i, room in enumerate(view.room) if room > 0]
         # Not cut to the rows' room: what a row is drafted must not depend on the others.
         slots = min(self.gamma, view.num_slots)
-        return DraftPlan(rows, slots) if rows and slots > 0 else PLAIN
+        return DraftPlan(rows, slots, survival=self.wants_survival) if rows and slots > 0 else PLAIN
 
     def allocate(self, view: CycleView, plan: DraftPlan, proposal: Proposal) -> Tensor:
         """See Scheduler."""
@@ -186,8 +187,9 @@ class LoadAware:
     hysteresis: relative gain that a change of mode or slots must promise. replan: cycles for which a plan stands, and after
     which what they showed is learnt; up to four times as long while it does not change. clock (in seconds): where given, cycles
     are timed and the table's ratio of drafted to plain cycles is corrected by what they took. Choices then depend on timing:
-    greedy answers do not, but sampled ones differ from run to run. What was learnt outlives requests and changes of load; one
-    object serves one engine.
+    greedy answers do not, but sampled ones differ from run to run. looking_ms: what live survivals cost a cycle. Where cutting
+    by them earns less, they are left alone for a while, and lengths follow from past cycles. What was learnt outlives requests
+    and changes of load; one object serves one engine.
     """
 
     wants_survival = True
@@ -201,6 +203,7 @@ class LoadAware:
         hysteresis: float = 0.01,
         replan: int = 4,
         clock: Callable[[], float] | None = None,
+        looking_ms: float = 0.12,
     ) -> None:
         if cut not in CUTS:
             raise ValueError(f"cut: {cut!r} must be one of {', '.join(CUTS)}")
@@ -220,7 +223,11 @@ class LoadAware:
         self._plan = PLAIN
         self._full = False  # this cycle verifies all it drafts
         self._live: Tensor | None = None
-        self._with_survival = False
+        self._with_survival = False  # the proposer predicts them
+        self._looking_ms = looking_ms
+        self._looks: dict[tuple[int, bool], Looking] = {}  # by rows and kind
+        self._lengths: tuple[list[int], Tensor] | None = None  # of the present choice, by planned rows
+        self._judged: tuple[Looking, int, CycleCosts] | None = None  # what the cycles that wait to be learnt will be judged by
         self._timing = Timing(clock) if clock is not None else None
 
     # ---- the scheduler's contract ---------------------------------------------------------------------------------------
@@ -249,7 +256,12 @@ class LoadAware:
         """See Scheduler. Live survivals enter through allocation.chain_lengths alone, which keeps the design rule; rate,
         budget, corrections and costs were fixed by past cycles."""
         survival, choice = proposal.survival, self._choice
-        self._live, self._with_survival = survival, survival is not None
+        if plan.survival:
+            self._live, self._with_survival = survival, survival is not None
+        elif choice is not None and self.cut != "none":
+            lengths = self._chosen_lengths(plan, choice, proposal.lengths.device)
+            near = min((view.room[i] for i in plan.rows), default=0) < choice.slots  # some answer is about to end
+            return torch.minimum(lengths, _limits(view, plan, proposal)) if near else lengths
         if proposal.lengths.device.type != "cpu":
             return self._allocate_on_device(view, plan, proposal)
         limits = np.array([min(n, max(view.room[i], 0)) for n, i in zip(proposal.lengths.tolist(), plan.rows, strict=True)])
@@ -276,6 +288,13 @@ class LoadAware:
             lengths = chain_lengths(values, limits, cost=costs.prices(choice.items), rate=choice.rate)
         return torch.from_numpy(lengths)
 
+    def _chosen_lengths(self, plan: DraftPlan, choice: Choice, device: torch.device) -> Tensor:
+        """The lengths that past cycles alone suggested. They stand as long as the choice does."""
+        if self._lengths is None or self._lengths[0] != plan.rows:
+            lengths = torch.tensor([choice.lengths[i] for i in plan.rows], dtype=torch.int64)
+            self._lengths = plan.rows, lengths.to(device, non_blocking=True)
+        return self._lengths[1]
+
     def observe(self, view: CycleView, lengths: list[int], accepted: list[int]) -> None:
         """See Scheduler. What a cycle showed is kept, and learnt with the next plan."""
         if self._timing is not None:
@@ -288,6 +307,8 @@ class LoadAware:
             if not self._queue.add(key, [lengths[i] for i in rows], [accepted[i] for i in rows], self._live):
                 self._learn()
                 self._queue.add(key, [lengths[i] for i in rows], [accepted[i] for i in rows], self._live)
+            cut = self._live is not None and self.cut == "rate" and not self._full
+            self._judged = (self._look(view), len(view.slots), self._costs(view)) if cut else None
 
     def learnt(self) -> dict[str, list[float]]:
         """Acceptance per slot seen so far by kind, for CostTable.with_acceptance: the prior of the next run."""
@@ -309,6 +330,7 @@ class LoadAware:
             self._load, self._choice = load, None
         if self._choice is None or self._age >= self._patience or past.observations(view.hot) < _WARM_UP:
             self._learn()
+            self._lengths = None
             before, self._choice, self._age = self._choice, self._best(view, past, most), 0
             same = before is not None and (before.slots, before.items) == (self._choice.slots, self._choice.items)
             self._patience = min(2 * self._patience, _PATIENCE * self.replan) if same else self.replan
@@ -331,11 +353,19 @@ class LoadAware:
         bar = plain / (1 + 0.5 * self.hysteresis) if before else plain * (1 + self.hysteresis)
         if rates[best - 1] <= bar:
             return Choice(plain, 0, 0, [])
-        items, rows = behind(best)
-        return Choice(max(float(rates[best - 1]), plain), best, items, rows)
+        lengths = behind(best)
+        return Choice(max(float(rates[best - 1]), plain), best, int(lengths.sum()), lengths.tolist())
 
     def _lagged(self, view: CycleView, past: AcceptanceEstimator) -> Floats:
-        return past.predicted(view.slots, view.hot) if self._with_survival else past.realised(view.slots, view.hot)
+        live = self._with_survival and self._look(view).on
+        return past.predicted(view.slots, view.hot) if live else past.realised(view.slots, view.hot)
+
+    def _look(self, view: CycleView) -> Looking:
+        key = len(view.slots), view.hot
+        found = self._looks.get(key)
+        if found is None:
+            found = self._looks[key] = Looking(self._looking_ms)
+        return found
 
     def _allocate_on_device(self, view: CycleView, plan: DraftPlan, proposal: Proposal) -> Tensor:
         """`allocate` without waiting for the device; survivals are corrected with the ratios the host knows."""
@@ -373,11 +403,15 @@ class LoadAware:
             self._undrafted, self._interval, self._probing = 0, self.probe, 0
         elif self._probe_now(view, choice, min(_PROBE_SLOTS, most)):
             self._full = True
-            return DraftPlan(able, min(_PROBE_SLOTS, most))
+            return DraftPlan(able, min(_PROBE_SLOTS, most), survival=True)
         if not rows:
             return PLAIN
         self._full = self._estimator(view).observations(view.hot) < _WARM_UP
-        return DraftPlan(rows, min(choice.slots, most), None if self._full else choice.items)
+        slots, look = min(choice.slots, most), self._look(view)
+        if look.on or self._full or not self._with_survival:
+            return DraftPlan(rows, slots, None if self._full else choice.items, survival=True)
+        look.pass_by()
+        return DraftPlan(rows, slots, choice.items)
 
     def _probe_now(self, view: CycleView, choice: Choice, slots: int) -> bool:
         if self._probing > 0:
@@ -411,6 +445,10 @@ class LoadAware:
         if self._past is not None and self._queue.lengths:
             (rows, hot), lengths, accepted, survival = self._queue.take()
             self._past.observe(rows, lengths, accepted, hot, survival)
+            if survival is not None and self._judged is not None:
+                look, count, costs = self._judged
+                flat = self._past.corrected(survival.reshape(-1, survival.shape[-1]), hot)
+                look.judge(np.minimum.accumulate(flat, axis=1).reshape(survival.shape), lengths, count, costs)
 
     def _estimator(self, view: CycleView) -> AcceptanceEstimator:
         if self._past is None or self._past.slots < view.num_slots:

@@ -108,3 +108,15 @@ def test_a_wrong_table_costs_no_more_than_it_is_wrong():
     for rows in (1, 8):
         fixed = [World(truth, rows, steady(0.0)).run(FixedLength(gamma), 400) for gamma in GAMMAS]
         assert World(truth, rows, steady(0.0)).run(LoadAware(TABLES["between"]), 400) > 0.95 * max(fixed)
+
+
+@pytest.mark.parametrize("noise, least, most", [(0.0, 0.0, 0.4), (2.5, 0.8, 1.0)])
+def test_survivals_are_looked_at_where_cutting_by_them_pays(noise, least, most):
+    """Rows that never differ from what is known of them need no look; drafts that differ from cycle to cycle do."""
+    world = World(TABLES["between"], 4, steady(0.0), noise=noise, live=True, tokens=1000)
+    rate = world.run(LoadAware(TABLES["between"], looking_ms=0.1), 1500)
+    drafted = [plan for plan in world.plans[100:] if plan.rows]
+    looked = sum(plan.survival for plan in drafted) / len(drafted)
+    assert least <= looked <= most
+    blind = World(TABLES["between"], 4, steady(0.0), noise=noise, tokens=1000).run(LoadAware(TABLES["between"]), 1500)
+    assert rate > 0.99 * blind
