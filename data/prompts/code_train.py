@@ -301,7 +301,7 @@ def task_families() -> Families:
     general = [task for task in TASKS if not any(word in task[1] for word in ("None", " bin", "dictionar", "in place"))]
     other = [(*task, languages[i % len(languages)]) for i, task in enumerate(general)]
     return {
-        "code_function": crossed("function", ("Write a Python function `{0}` that {1}.", "I need a Python function `{0}` that {1}. Please keep it short."), TASKS, 55),
+        "code_function": crossed("function", ("Write a Python function `{0}` that {1}.", "I need `{0}` in Python, which {1}. Please keep it short."), TASKS, 55),
         "code_docstring": once("docstring", ("Implement `{0}` in Python: it {1}. Add type hints, a docstring and one example call.",), TASKS, 40),
         "code_tests": once("tests", ("Write three pytest tests for a Python function `{0}` that {1}.", "Which edge cases should I test for a function `{0}` that {1}? Give a short list."), TASKS, 36),
         "code_plan": once("plan", ("Describe in plain words how to write a function that {1}. Number the steps; no code is needed.", "Give pseudocode for a function that {1}."), TASKS, 36),

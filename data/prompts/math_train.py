@@ -21,6 +21,13 @@ ASKS = (
     "Explain your reasoning.",
     "Give the calculation and the final answer.",
     "Work it out step by step.",
+    "Write down every step.",
+    "How do you get there?",
+    "One short sentence is enough.",
+    "Please include the calculation.",
+    "Keep the explanation brief.",
+    "State the result in a full sentence.",
+    "",
     "",
     "",
 )
