@@ -18,6 +18,7 @@ from draftsmith.runtime.decoder import Decoder
 from draftsmith.runtime.dspark import DSparkProposer
 from draftsmith.runtime.engine import CycleRecord, Engine, EngineStats, Request
 from draftsmith.runtime.ngram import NgramProposer
+from draftsmith.runtime.verify import token_wise
 from tiny import tiny_model
 
 # ---- greedy parity ----------------------------------------------------------------------------------------------
@@ -302,6 +303,8 @@ def test_answers_follow_the_targets_law(kind: str, rule: str):
 def test_settings_that_cannot_be_served_are_refused():
     with pytest.raises(ValueError, match="rule: 'toekn' must be one of"):
         engine(rule="toekn")
+    with pytest.raises(ValueError, match="must be one of"):
+        engine(rule=token_wise)  # a rule is a name: a function would not be recognised by the native code
     with pytest.raises(ValueError, match="slots: 0"):
         engine(slots=0)
     with pytest.raises(ValueError, match="max_context: 513 exceeds the target's 512"):
