@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 _MAX_SEED = 2**63 - 1
 
-ProposerKind = Literal["dspark", "ngram", "suffix", "small", "layerskip", "int8"]
+ProposerKind = Literal["dspark", "eagle3", "ngram", "suffix", "small", "layerskip", "int8"]
 PROPOSERS: tuple[ProposerKind, ...] = get_args(ProposerKind)
 
 
@@ -75,20 +75,25 @@ class ProposerConfig:
     kind: ProposerKind = field(
         default="dspark",
         metadata={
-            "help": "dspark = the trained drafter; ngram = copy what followed the last tokens before; suffix = the same with a "
-            "suffix automaton; small = another model; layerskip = some of the target's layers; int8 = the target in int8"
+            "help": "dspark = the trained drafter; eagle3 = an EAGLE-3 drafter; ngram = copy what followed the last tokens; "
+            "suffix = the same with a suffix automaton; small = another model; layerskip = some of the target's layers; int8 = "
+            "the target in int8"
         },
     )
     num_slots: int | None = field(
         default=None,
         metadata={
-            "help": "most tokens drafted; None = the drafter's block, 7 for ngram and suffix, 4 for the models",
+            "help": "most tokens drafted; None = the drafter's block, 5 for eagle3, 7 for ngram and suffix, 4 for the models",
             "ge": 1,
             "le": 64,
         },
     )
     model: str | None = field(
-        default=None, metadata={"help": "small: an embedded target's name, Hub id or folder; the target's tokenizer is needed"}
+        default=None,
+        metadata={
+            "help": "small: an embedded target's name, Hub id or folder; the target's tokenizer is needed. eagle3: the "
+            "drafter's folder"
+        },
     )
     layers: tuple[int, ...] | None = field(
         default=None,
@@ -119,8 +124,8 @@ class ProposerConfig:
                     raise ValueError(f"proposer.{item.name}: {value!r} is not allowed ({allowed})")
         if self.min_ngram > self.max_ngram:
             raise ValueError(f"proposer.min_ngram: {self.min_ngram} is not allowed (1 to max_ngram = {self.max_ngram})")
-        if self.kind == "small" and not (self.model or "").strip():
-            raise ValueError(f"proposer.model: {self.model!r} is not allowed (a model's name or folder, for kind small)")
+        if self.kind in ("small", "eagle3") and not (self.model or "").strip():
+            raise ValueError(f"proposer.model: {self.model!r} is not allowed (a model's name or folder, for kind {self.kind})")
         if self.layers is not None and (not self.layers or list(self.layers) != sorted(set(self.layers))):
             raise ValueError(f"proposer.layers: {list(self.layers)} is not allowed (ascending layer ids, at least one)")
 

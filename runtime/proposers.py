@@ -11,22 +11,26 @@ from typing import Literal
 
 import torch
 
+from ..models.blocks import Rope
 from ..models.config import TargetConfig
 from ..models.draft import FrozenHeads
 from ..models.dspark import DSpark
+from ..models.eagle3 import Eagle3
 from ..models.export import native
+from ..models.export.eagle3 import load_eagle3, read_eagle3_config
 from ..models.target import Target, load_target
 from .calibration import Calibration
 from .config import ProposerConfig
 from .decoder import Decoder
 from .dspark import DSparkProposer
+from .eagle3 import Eagle3Proposer
 from .model_proposer import DecoderProposer
 from .ngram import NgramProposer
 from .propose import Proposer
 from .suffix import SuffixProposer
 from .variants import Int8Decoder, default_layers, layerskip_decoder
 
-_COPIED, _MODELLED = 7, 4  # slots of the proposers that copy text, and of those that run a model for each
+_COPIED, _MODELLED, _EAGLE = 7, 4, 5  # slots of the proposers that copy text, of those that run a model for each, of EAGLE-3
 
 _TEXT = (
     "The committee published its report in 1998; it listed twelve rivers, and three of them were clean.\n"
@@ -40,8 +44,14 @@ def configured(spec: str | ProposerConfig) -> ProposerConfig:
 
 
 def tap_layers(spec: str | ProposerConfig, drafter_folder: Path | None) -> tuple[int, ...]:
-    """Target layers that the decoder must tap for this proposer; reads the drafter's config.json only."""
-    if configured(spec).kind != "dspark":
+    """Target layers that the decoder must tap for this proposer; reads the drafter's config.json only.
+
+    An EAGLE-3 file that leaves its taps to the default is refused here: the default depends on the target.
+    """
+    cfg = configured(spec)
+    if cfg.kind == "eagle3":
+        return read_eagle3_config(Path(str(cfg.model)))[0].tap_layers
+    if cfg.kind != "dspark":
         return ()
     return tuple(native.read_config(_folder(drafter_folder))["target_layer_ids"])
 
@@ -55,7 +65,7 @@ def draft_slots(spec: str | ProposerConfig, drafter_folder: Path | None) -> int:
         if cfg.num_slots is not None and cfg.num_slots > block:
             raise ValueError(f"proposer.num_slots: {cfg.num_slots} is not allowed (1 to {block}, the drafter's block)")
         return cfg.num_slots or block
-    return cfg.num_slots or (_COPIED if cfg.kind in ("ngram", "suffix") else _MODELLED)
+    return cfg.num_slots or (_EAGLE if cfg.kind == "eagle3" else _COPIED if cfg.kind in ("ngram", "suffix") else _MODELLED)
 
 
 class ProposerSource:
@@ -81,6 +91,7 @@ class ProposerSource:
         self.cfg, self.target, self.dtype, self._served = configured(spec), target, dtype, decoder
         self._drafter, self.calibration = drafter, None
         self._decoder: Decoder | None = None
+        self._eagle3: tuple[Eagle3, Rope] | None = None
         if self.cfg.kind == "dspark":
             if drafter is None:
                 folder = _folder(drafter_folder)
@@ -96,6 +107,12 @@ class ProposerSource:
             )
         else:
             self.tap_layers, self.num_slots = (), draft_slots(self.cfg, None)
+            if self.cfg.kind == "eagle3":
+                self._eagle3 = load_eagle3(
+                    Path(str(self.cfg.model)), embedding=target.embedding_weight, lm_head=target.lm_head_weight, dtype=dtype,
+                    num_target_layers=target.num_layers,
+                )  # fmt: skip
+                self.tap_layers = self._eagle3[0].tap_layers
             if self.cfg.kind in ("small", "layerskip", "int8"):
                 self._decoder = self._model_decoder()
 
@@ -106,6 +123,8 @@ class ProposerSource:
             return NgramProposer(self.num_slots, cfg.max_ngram, cfg.min_ngram)
         if cfg.kind == "suffix":
             return SuffixProposer(self.num_slots, cfg.min_match, cfg.min_survival, cfg.corpus_tokens)
+        if self._eagle3 is not None:
+            return Eagle3Proposer(*self._eagle3, slots=slots, max_context=max_context, num_slots=self.num_slots)
         if self._decoder is not None:
             vocab = self.target.lm_head_weight.shape[0]
             return DecoderProposer(

@@ -387,10 +387,9 @@ def test_speculators_dflash_is_fill_in_by_its_own_word(tmp_path: Path):
         importers.read(folder)
 
 
-def test_specforge_nesting_and_names(tmp_path: Path):
-    model = tiny_model()
-    drafter, heads = tiny_drafter(model)
-    folder = tmp_path / "theirs"
+def specforge(folder: Path) -> Path:
+    """A SpecForge DSpark checkpoint by hand: nested keys, wrapped and older names, no layout flag."""
+    drafter, heads = tiny_drafter()
     folder.mkdir()
     native.write(folder, drafter, heads, dtype=torch.float32, with_heads=False)
     tensors = load_file(folder / "model.safetensors")
@@ -404,6 +403,13 @@ def test_specforge_nesting_and_names(tmp_path: Path):
         del config["sample_from_anchor"], config["confidence_head_with_markov"]
 
     edit(folder, change)
+    return folder
+
+
+def test_specforge_nesting_and_names(tmp_path: Path):
+    model = tiny_model()
+    drafter, _ = tiny_drafter(model)
+    folder = specforge(tmp_path / "theirs")
     with pytest.raises(ValueError, match="sample_from_anchor is missing.*SpecForge"):
         importers.read(folder)
     loaded, _ = importers.load_any(folder, **weights(model), layout="anchor-first")
@@ -446,8 +452,8 @@ def test_sharded_files_are_read(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda c: c.update(architectures=["Eagle3DraftModel"]), "EAGLE-3 drafters are not supported"),
-        (lambda c: c.update(speculators_model_type="eagle3"), "EAGLE-3 drafters are not supported"),
+        (lambda c: c.update(architectures=["Eagle3DraftModel"]), "is an EAGLE-3 drafter, which is served as it is"),
+        (lambda c: c.update(speculators_model_type="eagle3"), "is an EAGLE-3 drafter, which is served as it is"),
         (lambda c: c.update(layer_types=["sliding_attention"] * 2), "layer_types: .*sliding_attention"),
         (lambda c: c.update(attention_bias=True), "attention_bias: true"),
         (lambda c: c.update(model_type="gemma4_text"), "model_type: 'gemma4_text'"),

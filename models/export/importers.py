@@ -2,7 +2,7 @@
 
 Everything becomes a native config and the file's own tensors; the same bytes go out again on export. Two block layouts share
 names and shapes (anchor-first: slot k predicts anchor+k+1; fill-in: slot j predicts anchor+j), so a checkpoint that does not
-state its layout is refused until the caller names it. EAGLE-3 checkpoints are not read.
+state its layout is refused until the caller names it. EAGLE-3 drafters are read by eagle3.py, for serving only.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def kind_of(found: dict[str, Any]) -> str:
     """Which producer's config.json this is. Raises ValueError for one that is not read here."""
     names = " ".join(found.get("architectures") or [])
     if "eagle" in (names + str(found.get("speculators_model_type"))).lower():
-        raise ValueError(f"architectures: {names or found['speculators_model_type']}: EAGLE-3 drafters are not supported")
+        raise ValueError(f"architectures: {names or found['speculators_model_type']}: is an EAGLE-3 drafter, which is served as it is (--proposer eagle3:model=FOLDER) and neither imported nor trained")
     if "speculators_model_type" in found:
         return "speculators"
     nested = found.get("dflash_config") or found.get("dspark_config")
@@ -98,7 +98,7 @@ def read(folder: Path, *, layout: str | None = None, num_target_layers: int | No
     Raises ValueError naming the key for everything unknown, missing or unsupported.
     """
     config, kind, notes = _config(folder, layout=layout, num_target_layers=num_target_layers)
-    tensors = {_own_name(name): value for name, value in _tensors(folder).items()}
+    tensors = {_own_name(name): value for name, value in read_tensors(folder).items()}
     weight = tensors.get("confidence_head.proj.weight")
     config = _heads_by_shape(config, weight)
     native.check_config(config, str(folder / "config.json"))
@@ -226,7 +226,7 @@ def _own_name(name: str) -> str:
     return name
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
+def read_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of model.safetensors, or of the shards that its index names."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
