@@ -1,7 +1,8 @@
 """EAGLE-3 drafters as we read them against speculators' own forward.
 
 `python interop_eagle3.py write FOLDER`, then, where speculators is installed, `python interop_eagle3.py compare FOLDER`, which
-prints the largest difference of each variant as one line of JSON. The variants are small random drafters: Llama and Qwen3 layers, full and reduced vocabulary, and every norm flag.
+prints the largest difference of each variant as one line of JSON. The variants are small random drafters: Llama and Qwen3
+layers, full and reduced vocabulary, and every norm flag.
 """
 
 from __future__ import annotations
