@@ -49,7 +49,10 @@ def kind_of(found: dict[str, Any]) -> str:
     """Which producer's config.json this is. Raises ValueError for one that is not read here."""
     names = " ".join(found.get("architectures") or [])
     if "eagle" in (names + str(found.get("speculators_model_type"))).lower():
-        raise ValueError(f"architectures: {names or found['speculators_model_type']}: is an EAGLE-3 drafter, which is served as it is (--proposer eagle3:model=FOLDER) and neither imported nor trained")
+        raise ValueError(
+            f"architectures: {names or found['speculators_model_type']}: is an EAGLE-3 drafter, which is served as it is "
+            "(--proposer eagle3:model=FOLDER) and neither imported nor trained"
+        )
     if "speculators_model_type" in found:
         return "speculators"
     nested = found.get("dflash_config") or found.get("dspark_config")
