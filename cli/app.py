@@ -20,15 +20,16 @@ app = typer.Typer(
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="a recipe file, or the name of a shipped recipe")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="change values of the recipe")]
+Sets = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="the same as an option")]
 Device = Annotated[str, typer.Option(help="where target and drafter run: auto, cpu, cuda, cuda:1 ...")]
 
 
 @app.command()
-def run(recipe: RecipeName, overrides: Overrides = None, device: Device = "auto") -> None:
+def run(recipe: RecipeName, overrides: Overrides = None, sets: Sets = None, device: Device = "auto") -> None:
     """The whole pipeline: answers, training, export, measurement, report. Reuses what is valid and says so."""
     from . import pipeline
 
-    pipeline.run(recipe, overrides or [], device)
+    pipeline.run(recipe, [*(overrides or []), *(sets or [])], device)
 
 
 data_app = typer.Typer(help="Training rows: have them answered, look at them.", no_args_is_help=True)
@@ -87,16 +88,40 @@ def data_vocab(recipe: RecipeName, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def train(recipe: RecipeName, overrides: Overrides = None, device: Device = "auto") -> None:
+def train(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    resume: Annotated[
+        str, typer.Option(help="auto = go on from the newest checkpoint; none = start anew; or the folder of a checkpoint")
+    ] = "auto",
+    sets: Sets = None,
+    device: Device = "auto",
+) -> None:
     """Train the drafter and export it (several processes: accelerate launch -m draftsmith.train RECIPE)."""
     from . import pipeline
 
-    pipeline.train(recipe, overrides or [], device)
+    pipeline.train(recipe, [*(overrides or []), *(sets or [])], device, resume=resume)
+
+
+@app.command()
+def path(name: Annotated[str | None, typer.Argument(help="such as accelerate/ddp; without it, all names")] = None) -> None:
+    """Print where a shipped recipe or launch config lies: accelerate launch --config_file $(draftsmith path accelerate/ddp)."""
+    from ..recipes.schema import shipped_files
+
+    files = shipped_files()
+    if name is None:
+        print("\n".join(sorted(files)))
+    elif name not in files:
+        raise ValueError(f"{name}: not shipped; there are {', '.join(sorted(files))}")
+    else:
+        print(files[name])
 
 
 @app.command()
 def export(
-    recipe: RecipeName,
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="a recipe file, a shipped recipe, or a folder that `import` has made")
+    ],
     overrides: Overrides = None,
     engine: Annotated[
         str | None,
@@ -149,9 +174,22 @@ def bench(
     recipe: RecipeName,
     overrides: Overrides = None,
     grid: Annotated[bool, typer.Option("--grid", help="plain, fixed lengths, scheduler over eval.grid")] = False,
+    server: Annotated[str | None, typer.Option(help="URL of a running vLLM, SGLang or `serve`: measure that instead")] = None,
+    server_plain: Annotated[str | None, typer.Option(help="URL of the same target served without speculation")] = None,
+    model: Annotated[str | None, typer.Option(help="with --server: model to ask there; default: the only one")] = None,
+    timeout: Annotated[float, typer.Option(help="with --server: seconds of silence before a request is repeated")] = 120.0,
+    to: Annotated[Path | None, typer.Option(help="with --server: folder to write; default: OUTPUT/server")] = None,
     device: Device = "auto",
 ) -> None:
     """Compare plain and speculative decoding on held-out prompts and write the report."""
+    if server is not None or server_plain is not None:
+        from . import server_bench
+
+        options = server_bench.Options(
+            server=server, server_plain=server_plain, grid=grid, model=model, timeout=timeout, to=to
+        )  # fmt: skip
+        server_bench.run(recipe, overrides or [], options)
+        return
     from . import pipeline
 
     pipeline.bench(recipe, overrides or [], device, grid=grid)
@@ -254,8 +292,27 @@ def serve(
     )  # fmt: skip
 
 
-@app.command()
+plan_app = typer.Typer(no_args_is_help=False)
+app.add_typer(plan_app, name="plan")
+
+
+@plan_app.command("data")
+def plan_data(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    tokens_per_second: Annotated[float | None, typer.Option(help="speed of the target's pass, measured on one device")] = None,
+    answers_per_second: Annotated[float | None, typer.Option(help="tokens a second of the target's answers")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write everything here")] = None,
+) -> None:
+    """Bytes, hours and time of a recipe's answers and features, before anything is written; loads no weights."""
+    from . import plan_data as command
+
+    command.run(recipe, overrides or [], speed=tokens_per_second, answer_speed=answers_per_second, to=json_file)
+
+
+@plan_app.callback(invoke_without_command=True)
 def plan(
+    called: typer.Context,
     alpha: Annotated[float | None, typer.Option(help="acceptance, equal in every slot")] = None,
     acceptance: Annotated[str | None, typer.Option(help="acceptance per slot: 0.8,0.75,0.7")] = None,
     c: Annotated[float | None, typer.Option(help="sequential drafter: one draft step / one target step")] = None,
@@ -281,7 +338,12 @@ def plan(
     plot: Annotated[Path | None, typer.Option(help="draw S over gamma: .png, .svg or .pdf")] = None,
     figures: Annotated[Path | None, typer.Option(help="folder for four pictures of the equation")] = None,
 ) -> None:
-    """The equation as a tool: S over gamma, the best draft length, ceilings, break-even, roofline; loads no model."""
+    """The equation as a tool: S over gamma, the best draft length, ceilings, break-even, roofline; loads no model.
+
+    `plan data RECIPE` instead says what a recipe's data takes.
+    """
+    if called.invoked_subcommand is not None:
+        return
     from . import plan as command
 
     inputs = command.Inputs(

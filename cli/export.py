@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .pipeline import Run, open_run
+from .pipeline import open_run
 
 if TYPE_CHECKING:
     from ..models.target import Target
+    from ..recipes.schema import Recipe
 
 DTYPES = ("float32", "bfloat16")
 MADE = "draftsmith.json"
@@ -47,6 +48,17 @@ class ExportOptions:
 
 
 @dataclass(frozen=True)
+class _Source:
+    """What is exported: the folder `drafter`, with the calibration beside its weights; `output`: the folder with its cost table
+    and measurements; exports go to `beside`, a path to which their names are appended."""
+
+    recipe: Recipe
+    drafter: Path
+    output: Path
+    beside: str
+
+
+@dataclass(frozen=True)
 class _Plan:
     """What the options come to for one drafter, decided before anything heavy loads."""
 
@@ -60,7 +72,10 @@ class _Plan:
 
 
 def run(name: str, overrides: list[str], options: ExportOptions) -> Path:
-    """Export a recipe's trained drafter; returns the folder. ValueError for what cannot be, before any model loads."""
+    """Export the trained drafter of recipe `name`, or of the folder `name` that `import` has made; returns the new folder.
+
+    ValueError for what cannot be, before any model loads.
+    """
     if options.dtype not in DTYPES:
         raise ValueError(f"--dtype: {options.dtype!r} is not allowed; it must be float32 or bfloat16")
     if options.self_test and not options.gate:
@@ -68,7 +83,7 @@ def run(name: str, overrides: list[str], options: ExportOptions) -> Path:
     from ..models.export import engines
 
     engines.pick_heads(options.engine, options.target_heads, engines.pick_format(options.engine, options.layout))
-    found = open_run(name, overrides, claim=False)
+    found = _source(name, overrides)
     plan = _plan(found, options)
     if options.push_to_hub is not None:
         from .publish import check_repo
@@ -88,19 +103,43 @@ def run(name: str, overrides: list[str], options: ExportOptions) -> Path:
     return plan.destination
 
 
-def _plan(found: Run, options: ExportOptions) -> _Plan:
+def _source(name: str, overrides: list[str]) -> _Source:
+    folder = Path(name)
+    if not (folder / "config.json").is_file():
+        run = open_run(name, overrides, claim=False)
+        return _Source(run.recipe, run.folder / "drafter", run.folder, f"{run.folder}{os.sep}")
+    from ..models.config import TargetConfig
+    from ..models.export import native
+    from ..recipes.schema import Recipe
+
+    if overrides:
+        raise ValueError(f"{overrides[0]}: is not allowed with a drafter's folder, which has no recipe to change")
+    target = native.read_config(folder).get("target_model_name_or_path")
+    path = folder / MADE
+    made = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    if target is None or "imported" not in made:
+        raise ValueError(
+            f"{folder}: was not made by `draftsmith import`; bring it in with that, or name the recipe that it was trained by"
+        )
+    dtype = made["imported"].get("target_dtype", "bfloat16")
+    recipe = Recipe(output=str(folder.parent), target=TargetConfig(name=target, dtype=dtype))
+    return _Source(recipe, folder, folder, f"{folder.resolve()}-")
+
+
+def _plan(found: _Source, options: ExportOptions) -> _Plan:
     from ..models.export import card, engines, native, speculators
 
-    source = found.folder / "drafter"
+    source = found.drafter
     layout = engines.pick_format(options.engine, options.layout)
-    destination = options.to or found.folder / _folder_name(options, layout)
+    destination = options.to or Path(found.beside + _folder_name(options, layout))
     check_destination(destination, source)
     config = native.read_config(source)
     if options.zero_head:
         if config["markov_rank"]:
             raise ValueError(f"--zero-head: the drafter has a correction head of rank {config['markov_rank']}; leave it out")
         config = {**config, "markov_rank": 8, "markov_head_type": "vanilla"}
-    config = {**config, "dtype": options.dtype}
+    # drafters of older versions do not state their full vocabulary
+    config = {**config, "draft_vocab_size": config.get("draft_vocab_size") or config["vocab_size"], "dtype": options.dtype}
     with_heads = engines.pick_heads(options.engine, options.target_heads, layout)
     predictions = config["block_size"] - (not config["sample_from_anchor"])
     slots = predictions if options.num_speculative_tokens is None else options.num_speculative_tokens
@@ -147,7 +186,7 @@ def _tensor_names(source: Path, with_heads: bool, zero_head: bool) -> frozenset[
     return frozenset(names - (frozen if "d2t" not in names else {"embed_tokens.weight"}))
 
 
-def _write(found: Run, options: ExportOptions, plan: _Plan) -> None:
+def _write(found: _Source, options: ExportOptions, plan: _Plan) -> None:
     """Load, write, gate, describe; then the folder takes its name."""
     import torch
 
@@ -182,10 +221,20 @@ def _write(found: Run, options: ExportOptions, plan: _Plan) -> None:
             print("warning: the parity gate is skipped; nothing shows that this file drafts what was trained", file=sys.stderr)
             made.pop("parity", None)
         made["gate"] = "passed" if options.gate else "skipped"
+        if "chat" not in made and target.tokenizer is not None:  # of a drafter that an older version trained
+            made["chat"] = _chat(found.recipe, target)
         _describe(folder, found, options, plan, made)
 
 
-def _describe(folder: Path, found: Run, options: ExportOptions, plan: _Plan, made: Record) -> None:
+def _chat(recipe: Recipe, target: Target) -> Record:
+    """Tokeniser and template arguments, as training records them."""
+    from ..train.stage import Parts, chat_record
+
+    parts = Parts(recipe.target, recipe.data, recipe.drafter, recipe.objective, recipe.train, recipe.seed)
+    return chat_record(parts, target)
+
+
+def _describe(folder: Path, found: _Source, options: ExportOptions, plan: _Plan, made: Record) -> None:
     """Calibration, cost table, draftsmith.json and README.md beside the weights."""
     from ..models.export import card, engines
     from ..runtime.calibration import Calibration
@@ -195,12 +244,14 @@ def _describe(folder: Path, found: Run, options: ExportOptions, plan: _Plan, mad
     made["calibration"] = None
     if calibration is not None:
         calibration.save(folder)
-        made["calibration"] = [f"{entry.setting} ({entry.kind})" for entry in calibration.entries]
-    costs = found.folder / "costs.json"
-    made["costs"] = costs.name if costs.is_file() else None
+        fitted = [f"{entry.setting} ({entry.kind})" for entry in calibration.entries]
+        made["calibration"] = {"fitted_for": fitted, **calibration.to_json()}
+    costs = found.output / "costs.json"
+    made["costs"] = None
     if costs.is_file():
         (folder / costs.name).write_bytes(costs.read_bytes())
-    made["measured"], notes = card.measured(found.folder)
+        made["costs"] = json.loads(costs.read_text(encoding="utf-8"))
+    made["measured"], notes = card.measured(found.output)
     for note in notes:
         print(f"warning: {note}", file=sys.stderr)
     served = [options.engine] if options.engine else []
@@ -270,6 +321,7 @@ def bring(path: Path, *, target: str, to: Path, layout: str | None, dtype: str) 
     found = importers.read(path, layout=layout, num_target_layers=layers)
     for note in found.notes:
         print(f"warning: {note}", file=sys.stderr)
+    from ..data.chat import tokenizer_hash
     from ..eval.parity import gate
     from ..models.export import native
     from ..models.export.folder import staged
@@ -285,7 +337,9 @@ def bring(path: Path, *, target: str, to: Path, layout: str | None, dtype: str) 
         native.write(folder, drafter, heads, dtype=kept)
         record = gate(folder, loaded, drafter, heads, dtype=kept)
         print(gate_line(record))
-        imported = {"producer": found.kind, "notes": list(found.notes), "folder": path.name}
-        write_made(folder, {"imported": imported, "gate": "passed", "parity": record})
+        imported = {"producer": found.kind, "notes": list(found.notes), "folder": path.name, "target_dtype": cfg.dtype}
+        # what chats it was trained on is not known
+        chat = {"template": None, "template_args": None, "tokenizer": tokenizer_hash(loaded.tokenizer)}
+        write_made(folder, {"imported": imported, "chat": chat, "gate": "passed", "parity": record})
     print(f"imported from {found.kind} to {to} ({str(kept).removeprefix('torch.')})")
     return to

@@ -14,12 +14,13 @@ from typing import Any
 
 from ..recipes.check import check_recipe
 from ..recipes.schema import ConfigError, Recipe, differences, from_plain, load_recipe, to_plain
+from ..train.config import LAUNCH_KEYS, PLACED_KEYS, check_tracker
 from .allocator import keep_freed_memory
 
 LOCK = "recipe.lock.json"
 # Another measurement of the same drafter may go into the same folder: its parts are remeasured where they differ.
-# Limits of the doctor's checks change no row.
-NOT_LOCKED = ("eval", "output", "data.doctor")
+# Limits of the doctor's checks change no row. How training is launched and watched may change while it goes on.
+NOT_LOCKED = ("eval", "output", "data.doctor", *sorted(PLACED_KEYS), *(f"train.{key}" for key in sorted(LAUNCH_KEYS)))
 
 
 @dataclass(frozen=True)
@@ -113,19 +114,17 @@ def check_prompts(recipe: Recipe) -> None:
     Raises ValueError for a broken line, an empty set, a held-out prompt among the training ones, and when no prompt leaves
     room for an answer.
     """
-    from transformers import AutoTokenizer
-
     from ..data.chat import ChatFormat
     from ..data.source import check_overlap, load_prompts
     from ..data.stage import check_chat
     from ..eval.prompts import read_heldout
-    from ..models.facts import resolve_target
+    from ..models.target import load_tokenizer
     from ..train.prompts import heldout_prompts
 
     prompts = load_prompts(recipe.data)
     read_heldout(recipe.eval)
     check_overlap(prompts, heldout_prompts(recipe.eval.prompts), near=recipe.data.doctor.max_overlap)
-    tokenizer = AutoTokenizer.from_pretrained(resolve_target(recipe.target), revision=recipe.target.revision)
+    tokenizer = load_tokenizer(recipe.target)
     chat = ChatFormat(tokenizer, template_args=recipe.data.template_args)
     check_chat(prompts, chat, lambda line: None)
     shortest = None
@@ -168,10 +167,15 @@ def run(name: str, overrides: list[str], device: str = "auto") -> None:
     _bench(found, place)
 
 
-def train(name: str, overrides: list[str], device: str = "auto") -> None:
-    """Answers where they are missing, then training; leaves OUTPUT/drafter. Also run by accelerate, on every rank."""
+def train(name: str, overrides: list[str], device: str = "auto", *, resume: str = "auto") -> None:
+    """Answers where they are missing, then training; leaves OUTPUT/drafter. Also run by accelerate, on every rank.
+
+    resume: auto goes on from the newest checkpoint, none starts anew, else the folder of a checkpoint.
+    """
+    if resume not in ("auto", "none") and not Path(resume).is_dir():
+        raise ValueError(f"--resume: {resume!r} is not allowed; it must be auto, none or the folder of a checkpoint")
     found = open_run(name, overrides, prompts=True)
-    _train(found, pick_device(device))
+    _train(found, pick_device(device), resume)
 
 
 def bench(name: str, overrides: list[str], device: str = "auto", *, grid: bool = False) -> None:
@@ -224,48 +228,56 @@ def parts_of(recipe: Recipe) -> Any:
     )  # fmt: skip
 
 
-def _train(found: Run, device: str) -> None:
-    from accelerate import Accelerator, InitProcessGroupKwargs
-
+def _train(found: Run, device: str, resume: str = "auto") -> None:
+    check_tracker(found.recipe.train)
     keep_freed_memory()
 
     from ..data.source import load_prompts, prompts_hash
-    from ..models.target import load_target
-    from ..train import loop, stage
-    from ..train.prompts import heldout_prompts
+    from ..train import failure, stage, strategy
 
     parts = parts_of(found.recipe)
     made_from = prompts_hash(load_prompts(found.recipe.data, say=lambda line: None))
-    if stage.is_trained(found.folder, parts, made_from):
+    if resume == "auto" and stage.is_trained(found.folder, parts, made_from):
         print(f"answers and drafter: {found.folder / 'drafter'} is valid, reused", flush=True)
         return
-    # the other ranks wait while the first lets the target answer, which outlasts the usual limit of half an hour
-    from datetime import timedelta
+    accelerator = strategy.build(found.recipe.train, device, found.folder)
+    with failure.whole_job(accelerator):
+        try:
+            folder = _train_with(found, accelerator, parts, made_from, resume)
+        except failure.Stopped as stopped:
+            accelerator.print(stopped, flush=True)
+            failure.finish(accelerator)
+            raise
+    accelerator.print(f"drafter: {folder}", flush=True)
+    failure.finish(accelerator)
 
-    tracker = found.recipe.train.tracker
-    accelerator = Accelerator(
-        cpu=device == "cpu",
-        log_with=None if tracker == "none" else tracker,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=12))],
-    )
-    loop.check_world(found.recipe.train, accelerator)
-    heldout = heldout_prompts(found.recipe.eval.prompts)
-    target = load_target(found.recipe.target, accelerator.device)
-    say = accelerator.print
-    with accelerator.main_process_first():
+
+def _train_with(found: Run, accelerator: Any, parts: Any, made_from: str, resume: str) -> Path:
+    """Target, rows, training and gate in every process; returns the drafter's folder."""
+    from dataclasses import replace
+
+    from ..train import loop, stage, strategy
+    from ..train.prompts import heldout_prompts
+    from ..train.target import open_target
+    from .export import gate_trained
+
+    recipe, say = found.recipe, accelerator.print
+    heldout = heldout_prompts(recipe.eval.prompts)
+    target = open_target(recipe.target, accelerator.device)
+    with strategy.main_first(accelerator):
         prepared = stage.prepare_rows(parts, target, found.folder, heldout=heldout, say=say)
-        setup = stage.build_setup(parts, target, prepared.rows, found.folder, say=say)
-    folder = loop.run(
-        cfg=found.recipe.train, objective_cfg=found.recipe.objective, setup=setup, accelerator=accelerator,
-        output=found.folder, seed=found.recipe.seed, run_config=parts.plain(),
+    # on all ranks at once: they share the work of the feature cache, and a sharded target answers all of them or none
+    setup = stage.build_setup(parts, target, prepared.rows, found.folder, say=say)
+    return loop.run(
+        cfg=recipe.train, objective_cfg=recipe.objective, setup=setup, accelerator=accelerator, output=found.folder,
+        seed=recipe.seed, run_config=parts.plain(), resume=resume,
         provenance={**stage.provenance(made_from), "chat": stage.chat_record(parts, target)},
+        accept=lambda folder, drafter: (
+            gate_trained(folder, target, replace(setup, drafter=drafter), recipe)
+            if target.whole
+            else say("gate: left out, the target is sharded or remote; `draftsmith export` runs it")
+        ),
     )  # fmt: skip
-    if accelerator.is_main_process:
-        from .export import gate_trained
-
-        gate_trained(folder, target, setup, found.recipe)
-    accelerator.wait_for_everyone()
-    say(f"drafter: {folder}")
 
 
 def _bench(found: Run, device: str) -> None:

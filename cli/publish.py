@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -43,9 +44,16 @@ def push(folder: Path, repo: str, *, dry_run: bool) -> None:
 
 
 def log_artifact(folder: Path, name: str, *, project: str, mode: str) -> None:
-    """Log the folder as a W&B artifact of type model, in the recipe's project and mode."""
+    """Log the folder as a W&B artifact of type model, in the recipe's project and mode; offline where there is no login.
+
+    An offline run and its copy of the files wait for `wandb sync` below ./wandb, or WANDB_DIR.
+    """
     import wandb
 
+    from ..train.log import wandb_mode
+
+    mode = wandb_mode(mode, print)
+    os.environ.setdefault("WANDB_DATA_DIR", str(Path(os.environ.get("WANDB_DIR", ".")).resolve() / "wandb"))
     run = wandb.init(project=project, job_type="export", mode=mode)
     artifact = wandb.Artifact(name, type="model")
     artifact.add_dir(str(folder))

@@ -23,12 +23,16 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """One conversation as token ids with the mask of supervised tokens; both lists have length T."""
+    """One conversation as token ids with the mask of supervised tokens; both lists have length T.
+
+    temperature: at which the target drew the supervised tokens (0: greedy); None where that is not known.
+    """
 
     id: str
     domain: str
     input_ids: list[int]
     loss_mask: list[bool]
+    temperature: float | None = field(default=None, compare=False)
 
     @property
     def num_supervised(self) -> int:
@@ -186,7 +190,7 @@ def _finish(row: Mapping[str, Any], ids: Sequence[int], mask: Sequence[bool], ma
         return DropReason.PROMPT_FILLS_WINDOW if had_any else DropReason.NO_SUPERVISED_TOKEN
     if not any(here and after for here, after in zip(mask, mask[1:], strict=False)):
         return DropReason.ONE_SUPERVISED_TOKEN
-    return TokenRow(str(row.get("id", "")), str(row.get("domain", "other")), ids, mask)
+    return TokenRow(str(row.get("id", "")), str(row.get("domain", "other")), ids, mask, row.get("temperature"))
 
 
 # ---- rows ---------------------------------------------------------------------------------------------------------

@@ -52,6 +52,16 @@ class GenerationConfig:
         if self.top_p <= 0.0:
             raise ValueError(f"top_p={self.top_p}: allowed above 0, up to 1")
 
+    def off_law(self) -> list[str]:
+        """Settings by which no answer is a draw from the target's law at temperature 1, untruncated; empty where some are.
+
+        Greedy answers of a mixture (`greedy_share`) can be told apart row by row; a share of 1 leaves no others.
+        """
+        wanted = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        values = {key: getattr(self, key) for key in wanted}
+        found = [f"{key} is {value} (must be {wanted[key]})" for key, value in values.items() if value != wanted[key]]
+        return [*found, *(["greedy_share is 1.0 (must be below 1)"] if self.greedy_share == 1.0 else [])]
+
 
 SourceValues = dict[str, str | int | float | None]
 
@@ -189,8 +199,15 @@ class DataConfig:
     template_args: dict[str, TemplateValue] = field(
         default_factory=dict, metadata={"help": "arguments of the chat template, e.g. {enable_thinking: false}"}
     )
-    features: Literal["online", "cached"] = field(
-        default="online", metadata={"help": "target features: computed in each step, or once into a cache on disk"}
+    features: Literal["online", "hybrid", "cached"] = field(
+        default="online",
+        metadata={"help": "target features: computed in each step, kept on disk as the epochs go, or computed ahead onto disk"},
+    )
+    cache_gib: float | None = field(
+        default=None, metadata={"help": "most GiB of features on disk, of all ranks; null = no limit (docs/features.md)", "gt": 0.0}
+    )
+    cache_storage: Literal["target", "fp8", "int8"] = field(
+        default="target", metadata={"help": "taps on disk in the target's number format, or in 8 bits with scales"}
     )
     generation: GenerationConfig = field(
         default_factory=GenerationConfig, metadata={"help": "how the target answers the prompts"}
@@ -201,6 +218,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        if self.cache_gib is not None and self.cache_gib <= 0:
+            raise ValueError(f"cache_gib={self.cache_gib}: allowed above 0")
         if not self.prompts:
             raise ValueError(f"prompts={self.prompts!r}: needs at least one source, none of them empty")
         weighted = [source.weight is not None for source in self.sources]
@@ -210,6 +229,12 @@ class DataConfig:
         for domain, cap in self.per_domain.items():
             if cap < 0:
                 raise ValueError(f"per_domain.{domain}={cap}: allowed >= 0")
+
+    def off_law(self) -> list[str]:
+        """Keys and values by which no answer is a draw from the target's law at temperature 1 without truncation."""
+        if self.answers == "given":
+            return ["data.answers is given (must be target)"]
+        return [f"data.generation.{line}" for line in self.generation.off_law()]
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:

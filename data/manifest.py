@@ -14,13 +14,17 @@ INFORMATION = frozenset({"versions", "batch_size", "answered_by"})  # recorded, 
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write a file so that it is either absent, the old one, or complete."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    """Write a file so that it is either absent, the old one, or complete; several processes may write the same one."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:  # a full disk: leave nothing behind on it
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -54,7 +58,8 @@ def claim(folder: Path, manifest: Mapping[str, Any], *, what: str) -> bool:
     """
     path = folder / "manifest.json"
     if not path.exists():
-        if folder.is_dir() and any(item.suffix != ".tmp" for item in folder.iterdir()):
+        strange = folder.is_dir() and any(item.suffix != ".tmp" for item in folder.iterdir())
+        if strange and not path.exists():  # another rank may have written it just now
             raise ValueError(f"{folder}: holds files but no manifest.json, so it is not known what made them: move it away")
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(manifest, indent=2, sort_keys=True) + "\n")
@@ -99,4 +104,6 @@ def target_identity(target: Any, *, name: str, revision: str | None) -> dict[str
         for part in (weight[:64], weight[-64:]):
             digest.update(part.detach().float().cpu().contiguous().numpy().tobytes())
     dtype = str(target.dtype).removeprefix("torch.")
-    return {"name": name, "revision": revision, "dtype": dtype, "weights": digest.hexdigest()}
+    known = {"name": name, "revision": revision, "dtype": dtype, "weights": digest.hexdigest()}
+    quantization = getattr(target, "quantization", None)
+    return known if quantization is None else {**known, "quantization": quantization}

@@ -160,6 +160,11 @@ class OpenAIClient:
         done: Reply = self._repeat(key or str(prompt_ids), attempt, reply)
         return done
 
+    def post(self, path: str, body: Mapping[str, Any], *, key: str = "") -> dict[str, Any]:
+        """The JSON answer to one POST, repeated like a completion. key: names it for the backoff. Raises ServerError."""
+        found: dict[str, Any] = self._repeat(key, lambda: next(self.events(path, body)), Reply())
+        return found
+
     def events(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """One attempt: POST a body, yield the answer's JSON, or every piece of it where it is streamed. Not repeated."""
         response = self._request("POST", path, json.dumps(body).encode())

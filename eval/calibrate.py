@@ -359,6 +359,6 @@ def _identity(target_cfg: TargetConfig, drafter_folder: Path, cfg: EvalConfig, d
     for name in ("config.json", "model.safetensors"):
         with (drafter_folder / name).open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
-    state = [dataclasses.asdict(target_cfg), dtype, cfg.calibration.max_new_tokens, cfg.seed]
+    state = [target_cfg.identity, dtype, cfg.calibration.max_new_tokens, cfg.seed]
     digest.update(json.dumps(state, sort_keys=True).encode())
     return digest.hexdigest()

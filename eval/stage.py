@@ -139,6 +139,7 @@ def bench(
         target={
             "name": target_cfg.name,
             "revision": target_cfg.revision,
+            "quantization": target_cfg.quantized_as,
             "dtype": dtype,
             "vocab_size": serving.target.vocab_size,
         },
@@ -313,7 +314,7 @@ def fingerprint(
     machine = {key: environment[key] for key in ("hardware", "threads", "dtype", "versions")}
     settings = {key: value for key, value in dataclasses.asdict(cfg).items() if key != "grid"}  # measured apart, see grid.py
     settings["calibration"] = cfg.calibration.share  # decides which prompts come first; the rest of it measures nothing here
-    state = [dataclasses.asdict(target_cfg), settings, machine, dict(template_args or {})]
+    state = [target_cfg.identity, settings, machine, dict(template_args or {})]
     digest.update(json.dumps(state, sort_keys=True, default=str).encode())
     if cfg.prompts != "builtin" and Path(cfg.prompts).is_file():
         digest.update(Path(cfg.prompts).read_bytes())

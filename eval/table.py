@@ -13,7 +13,9 @@ from rich.table import Table
 def print_summary(report: dict[str, Any], html: Path, console: Console) -> None:
     """Print what report.json says, losses in red, and where report.html lies."""
     environment = report["environment"]
-    title = f"{report['target']['name']}, {environment['dtype']}, {environment['hardware']}, {environment['threads']} threads"
+    held = f" ({report['target']['quantization']})" if report["target"].get("quantization") else ""
+    place = f"{environment['hardware']}, {environment['threads']} threads"
+    title = f"{report['target']['name']}{held}, {environment['dtype']}, {place}"
     console.print(title, style="bold")
     # narrow enough for 80 columns: nothing may wrap or be cut
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)

@@ -30,7 +30,8 @@ def log_acceptance(*, log_p: Tensor, log_q: Tensor) -> Tensor:
 def lk_hybrid(*, kl: Tensor, alpha: Tensor, eta: float) -> Tensor:
     """lambda KL + (1 - lambda) TV with lambda = exp(-eta sg[alpha]), per position (LK, arXiv 2602.23881).
 
-    KL leads while alpha is small, TV later. No gradient through lambda.
+    KL leads while alpha is small, TV later. Gradient lambda (q - p) + (1 - lambda) q (S - 1[q <= p]) with the full
+    vocabulary; none through lambda.
     """
     share = torch.exp(-eta * alpha.detach())
     return share * kl + (1.0 - share) * (1.0 - alpha)
@@ -62,8 +63,9 @@ def reach(a: Tensor) -> Tensor:
 def product_tv(*, alpha: Tensor, valid: Tensor) -> Tensor:
     """End-to-end TV of a block, [A]: (1/G) sum over valid k of (1 - alpha_1 ... alpha_k).
 
-    For a full block this is 1 - mean_k prod alpha (Bebop). alpha must be 0 at masked slots. The product is a
-    low-variance, slightly biased stand-in for E[W alpha]; its gradient moves to the slots that limit it.
+    For a full block this is 1 - mean_k prod alpha (Bebop, arXiv 2606.12370). alpha must be 0 at masked slots. The
+    product is a low-variance, slightly biased stand-in for E[W alpha]. Gradient: that of alpha_i times
+    -(1/G) sum_{k >= i} prod_{j <= k, j != i} alpha_j, so it moves to the slots that limit the block.
     """
     return ((1.0 - prefix_products(alpha)) * valid).sum(-1) / alpha.shape[-1]
 
@@ -72,7 +74,9 @@ def expected_rejection(*, alpha: Tensor, a: Tensor, valid: Tensor) -> Tensor:
     """(1/G) sum over valid k of (1 - W_{k-1} alpha_k), [A]: unbiased for the exact expected accepted drafts.
 
     Autodiff through W gives reach-weighted TV plus a one-sided cross-entropy on y_k scaled by what follows
-    (methods 2.3). Right only if y was sampled from the p of the loss: same temperature, same truncation.
+    (methods 2.3): with C_{k+1} the accepted drafts expected after y_k, minus (1/G) times
+    W_{k-1} (grad alpha_k + 1[q < p] a_k C_{k+1} grad log q_k(y_k)), summed over k. Source: this project, methods 2.3.
+    Right only if y was sampled from the p of the loss: same temperature, same truncation.
     """
     return ((1.0 - reach(a) * alpha) * valid).sum(-1) / alpha.shape[-1]
 
@@ -80,6 +84,7 @@ def expected_rejection(*, alpha: Tensor, a: Tensor, valid: Tensor) -> Tensor:
 def survival_bce(*, survival_logits: Tensor, alpha: Tensor) -> Tensor:
     """Binary cross-entropy of sigmoid(logit) against the soft label sg[alpha] (DSpark eq. 11-12), per position.
 
-    Its floor is the entropy of the label, so judge the head by |c - alpha| and Brier. No gradient into alpha.
+    Gradient with respect to the logit: sigmoid(logit) - alpha; none into alpha. Its floor is the entropy of the label, so
+    judge the head by |c - alpha| and Brier.
     """
     return binary_cross_entropy_with_logits(survival_logits, alpha.detach(), reduction="none")

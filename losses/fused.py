@@ -1,14 +1,15 @@
 """The objective in one chunked pass: same signature, value and gradient as `objective.py`, none of its memory.
 
 For a chunk of whole blocks, sorted by position so that neighbours share teacher positions: the target's logits
-once per text position, the draft logits [rows, Vd], then tile by tile (a tile fits the cache) the softmax of q,
-the row statistics and the gradient of the logits, written over the logits; then the products that carry it to
-`hidden`, `correction` and `w2`. Every term's gradient with respect to the draft logits z is, for each row,
+once per text position, the draft logits [rows, Vd], then row by row the softmax of q, the statistics and the
+gradient of the logits, written over the logits (`passes.py`: native code on a CPU, compiled on CUDA); then the
+products that carry it to `hidden`, `correction` and `w2`. Every term's gradient with respect to the draft logits z
+is, for each row,
 
     dz = q * A  -  q 1[q <= p] * B  -  p * C  -  onehot(y) * E   (+ the rarer terms),   sum over dz = 0,
 
 with row coefficients dL/d(statistic) that `terms.py` yields by differentiating its [A, G]-sized algebra: known
-beforehand if the loss is linear in the statistics, else taken tile by tile (a tile holds whole blocks). So
+beforehand if the loss is linear in the statistics, else taken chunk by chunk (a chunk holds whole blocks). So
 nothing is recomputed in backward and no [A, G, V] tensor exists. Shape legend in `objective.py`.
 """
 
@@ -24,16 +25,12 @@ from torch.autograd.function import once_differentiable
 
 from .config import ObjectiveConfig
 from .inputs import Inputs, reduction_dtype, target_rows
+from .memory import fresh, room
+from .passes import Passes
 from .reduce import denominators as local_denominators
 from .reduce import unpack
-from .rows import Buffers, Law, Sums, finish_statistics, gradient_scale, row_gradient, row_statistics, target_law
+from .rows import Law, Sums, finish_statistics, gradient_scale
 from .terms import ObjectiveStats, RowStats, finish, is_linear, needed, weighted_loss, weighted_terms
-
-
-def _tile_bytes(device: torch.device) -> int:
-    """Size of one scratch buffer of a tile. On a CPU five of them should stay in the second-level caches: passes over
-    larger tiles took 1.5 to 2.5 times as long per entry."""
-    return (384 << 10) * torch.get_num_threads() if device.type == "cpu" else 64 << 20
 
 
 def objective(
@@ -51,7 +48,7 @@ def objective(
     draft_ids: Tensor | None = None,
     survival_logits: Tensor | None = None,
     softcap: float | None = None,
-    chunk_bytes: int = 256 << 20,
+    chunk_bytes: int = 512 << 20,
     denominators: Tensor | None = None,
     target_lse: Tensor | None = None,
     target_top: Tensor | None = None,
@@ -91,7 +88,9 @@ class _Fused(torch.autograd.Function):
         wants: bool,
         box: list[ObjectiveStats],
     ) -> Tensor:
-        work = _Pass(batch, softcap=softcap, chunk_bytes=chunk_bytes, totals=totals, wants=wants)
+        # The survival loss sees the rows' statistics as constants: alone, it needs no gradient of the logits.
+        rows_want = wants and any(term != "survival" for term in batch.cfg.active)
+        work = _Pass(batch, softcap=softcap, chunk_bytes=chunk_bytes, totals=totals, wants=rows_want)
         rows = work.run()
         loss, stats, d_survival = _finish_with_gradient(batch, rows, survival_logits if wants else None, totals)
         box.append(stats)
@@ -123,127 +122,129 @@ def _finish_with_gradient(
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Packed rows [start, stop) of the ordered blocks; `tiles` are row ranges of whole blocks with their block range."""
+    """Packed rows [start, stop): the blocks [first, last) of the ordered ones, whole."""
 
     start: int
     stop: int
-    tiles: list[tuple[int, int, int, int]]
+    first: int
+    last: int
 
 
 class _Pass:
     """Working state of one call. Packed rows: the valid slots, block after block, blocks ordered by teacher position."""
 
     def __init__(self, batch: Inputs, *, softcap: float | None, chunk_bytes: int, totals: Tensor, wants: bool) -> None:
-        self.batch, self.softcap, self.wants = batch, softcap, wants
+        self.batch, self.softcap, self.wants, self.chunk_bytes = batch, softcap, wants, chunk_bytes
         self.dtype, self.device = reduction_dtype(batch.hidden), batch.hidden.device
         self.totals = totals.to(self.device, self.dtype)
         first = torch.where(batch.valid[:, 0], batch.target_index[:, 0], torch.iinfo(torch.int64).max)
         self.order = first.argsort(stable=True)
         self.valid = batch.valid[self.order]
+        places = torch.arange(batch.valid.numel(), device=self.device).view_as(batch.valid)
+        self.places = places[self.order][self.valid]  # of the packed rows among the caller's slots
         self.labels, self.index = self._pack(batch.labels), self._pack(batch.target_index)
         self.columns = self.labels if batch.draft_ids is None else batch.columns[self.labels]
-        states = [self._pack(batch.hidden)] + ([] if batch.correction is None else [self._pack(batch.correction)])
-        # Without a cap both products share one matrix product over the concatenated columns.
-        self.joined = softcap is None and batch.correction is not None
-        heads = [batch.lm_head.detach()] + ([] if batch.w2 is None else [batch.w2.detach()])
-        self.states = [torch.cat(states, -1)] if self.joined else states
-        self.heads = [torch.cat(heads, -1)] if self.joined else heads
+        self.states = [self._pack(batch.hidden)] + ([] if batch.correction is None else [self._pack(batch.correction)])
+        self.heads = [batch.lm_head.detach()] + ([] if batch.w2 is None else [batch.w2.detach()])
         self.target_rows = batch.target_head.detach() if batch.target_lse is None else target_rows(batch).detach()
-        self.lengths: list[int] = self.valid.sum(-1).tolist()
-        self.chunk_bytes = chunk_bytes
         self.d_states = [torch.empty_like(s) for s in self.states] if wants else []
-        self.d_w2 = torch.zeros_like(batch.w2, dtype=self.dtype) if wants and batch.w2 is not None else None
-        self.coefficients: dict[str, Tensor] | None = None
-        self.needs_blocks = wants and not is_linear(batch.cfg)
+        self.d_w2: Tensor | None = None
+        self.names = needed(batch.cfg)
+        self.passes = Passes(self.names, self.states[0])
+        item = self.states[0].dtype
+        self.logits, self.slope, self.target = (room(name, item, self.device) for name in ("logits", "slope", "target"))
+        self.law, self.part = room("law", self.dtype, self.device), room("part", item, self.device)
 
     def _pack(self, x: Tensor) -> Tensor:
-        return x.detach()[self.order][self.valid]
+        return x.detach().flatten(0, 1)[self.places]
 
     def run(self) -> RowStats:
         """Every chunk; returns the statistics of all rows in the caller's block order."""
         cfg, total = self.batch.cfg, self.states[0].shape[0]
-        packed = _empty_stats(total, needed(cfg), self._knows_top(), self.dtype, self.device)
+        packed = _empty_stats(total, self.names, self._knows_top(), self.dtype, self.device)
+        known = None
         if self.wants and is_linear(cfg):
-            self.coefficients = self._coefficients(_blocks_of(packed, slice(0, total), self.valid), self.valid)
-        chunks = list(self._chunks())
-        rows = max((c.stop - c.start for c in chunks), default=0)
-        vocab, dtype = self.heads[0].shape[0], self.states[0].dtype
-        logits = torch.empty(rows, vocab, dtype=dtype, device=self.device)
-        self.target_logits = torch.empty(rows, self.target_rows.shape[0], dtype=dtype, device=self.device)
-        self.law = torch.empty(rows, vocab, dtype=self.dtype, device=self.device)
-        slope = torch.empty_like(logits) if self.softcap is not None and self.wants else None
-        tile_rows = max((hi - lo for c in chunks for lo, hi, _, _ in c.tiles), default=0)
-        buffers = Buffers.allocate(tile_rows, vocab, self.dtype, self.device)
-        for chunk in chunks:
-            self._run_chunk(chunk, packed, logits[: chunk.stop - chunk.start], slope, buffers)
-        return self._unordered(packed)
+            known = self._coefficients(_blocks_of(packed, slice(0, total), self.valid), self.valid)
+        for chunk in self._chunks():
+            span = slice(chunk.start, chunk.stop)
+            self._run_chunk(chunk, packed, None if known is None else {k: v[span] for k, v in known.items()})
+        blocks, back = _blocks_of(packed, slice(0, total), self.valid), self.order.argsort()
+        return _map(blocks, lambda t: t[back])
 
-    def _run_chunk(self, chunk: _Chunk, packed: RowStats, logits: Tensor, slope: Tensor | None, buffers: Buffers) -> None:
+    def _run_chunk(self, chunk: _Chunk, packed: RowStats, weights: dict[str, Tensor] | None) -> None:
+        """`weights`: dL/d(statistic) of the chunk's rows where they are known beforehand: one pass then does all."""
         span, ids = slice(chunk.start, chunk.stop), self.batch.draft_ids
-        columns, labels, into = self.columns[span], self.labels[span], _slice(packed, span)
-        law, local = self._target(span, packed, tile=max(1, len(buffers.q)))
-        self._draft_logits(span, logits, slope)
-        sums = Sums.allocate(logits.gather(-1, columns.clamp(min=0)[:, None]).squeeze(-1).to(self.dtype))
-        weights, scale = {}, sums.label
-        if self.coefficients is not None:
-            weights = {k: v[span] for k, v in self.coefficients.items()}
+        columns, labels, into = self.columns[span], self.labels[span], _map(packed, lambda t: t[span])
+        law, local = self._target(span, packed)
+        z = self._draft_logits(span)
+        sums = Sums.allocate(z.gather(-1, columns.clamp(min=0)[:, None]).squeeze(-1).to(self.dtype))
+        shared = {"z": z, "law": law, "local": local, "sums": sums, "into": into, "columns": columns}
+        ending = {"sums": sums, "law": law, "columns": columns, "labels": labels, "draft_ids": ids, "into": into}
+        if weights is not None:
             scale = gradient_scale(weights, mass=law.mass, columns=columns)
-        for lo, hi, first, last in chunk.tiles:
-            tile = slice(lo - chunk.start, hi - chunk.start)
-            some, part, cut = sums.cut(tile), _slice(into, tile), law.cut(tile)
-            state = row_statistics(logits=logits[tile], law=cut, local=local[tile], sums=some, into=part, buffers=buffers)
-            if not self.wants:
-                continue
-            if self.needs_blocks:
-                finish_statistics(sums=some, law=cut, columns=columns[tile], labels=labels[tile], draft_ids=ids, into=part)
-                blocks = self.valid[first:last]
-                mine = self._coefficients(_blocks_of(packed, slice(lo, hi), blocks), blocks)
-                factor = gradient_scale(mine, mass=cut.mass, columns=columns[tile])
-            else:
-                mine, factor = {k: v[tile] for k, v in weights.items()}, scale[tile]
-            row_gradient(state, mine, scale=factor, columns=columns[tile], out=logits[tile])
-        finish_statistics(sums=sums, law=law, columns=columns, labels=labels, draft_ids=ids, into=into)
+            self.passes.rows(**shared, measure=True, weights=weights, scale=scale)
+            finish_statistics(**ending)
+        else:
+            self.passes.rows(**shared, measure=True)
+            finish_statistics(**ending)
+            if self.wants:
+                valid = self.valid[chunk.first : chunk.last]
+                weights = self._coefficients(_blocks_of(packed, span, valid), valid)
+                scale = gradient_scale(weights, mass=law.mass, columns=columns)
+                self.passes.rows(**shared, measure=False, weights=weights, scale=scale)
         if self.wants:
-            self._backward(span, logits, slope)
+            self._backward(span, z)
 
-    def _target(self, span: slice, packed: RowStats, *, tile: int) -> tuple[Law, Tensor]:
+    def _target(self, span: slice, packed: RowStats) -> tuple[Law, Tensor]:
         """The target's law at a chunk's text positions, each once, and each row's place in it; fills log p(y)."""
         batch = self.batch
         positions, local = self.index[span].unique(return_inverse=True)
-        count = len(positions)
-        logits = torch.mm(batch.target_hidden.detach()[positions], self.target_rows.T, out=self.target_logits[:count])
+        count, full = len(positions), len(self.target_rows)
+        # The draft's logits come later: only a log-space term still needs the target's then.
+        place = self.target if self.passes.log_space else self.logits
+        states = batch.target_hidden.detach()[positions]
+        logits = torch.mm(states, self.target_rows.T, out=place.take(count, full))
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         lse = None if batch.target_lse is None else batch.target_lse[positions]
         top = None if batch.target_top is None else batch.target_top[positions]
-        law = target_law(
-            logits=logits, p=self.law[:count], draft_ids=batch.draft_ids, lse=lse, top=top, tile=tile, stats=packed
-        )
         column = self.labels[span] if lse is None else self.columns[span]
-        picked = logits[local, column.clamp(min=0)].to(self.dtype) - law.lse[local]
+        picked = logits[local, column.clamp(min=0)].to(self.dtype)
+        p = self.law.take(count, len(self.heads[0]))
+        law = self.passes.law(logits=logits, p=p, draft_ids=batch.draft_ids, lse=lse, top=top).of_rows(local)
         # With a given normaliser log p(y) outside the draft vocabulary is unknown, and multiplies q(y) = 0.
-        packed.log_p_label[span] = torch.where(column >= 0, picked, 0.0)
-        return law.of_rows(local), local
+        packed.log_p_label[span] = torch.where(column >= 0, picked - law.lse, 0.0)
+        return law, local
 
-    def _draft_logits(self, span: slice, out: Tensor, slope: Tensor | None) -> None:
-        torch.mm(self.states[0][span], self.heads[0].T, out=out)
+    def _draft_logits(self, span: slice) -> Tensor:
+        x = self.states[0][span]
+        out = torch.mm(x, self.heads[0].T, out=self.logits.take(len(x), len(self.heads[0])))
         if self.softcap is not None:
             out.div_(self.softcap).tanh_()
-            if slope is not None:
-                torch.mul(out, out, out=slope[: len(out)]).neg_().add_(1.0)
+            if self.wants:
+                torch.mul(out, out, out=self.slope.take(*out.shape)).neg_().add_(1.0)
             out.mul_(self.softcap)
-        if len(self.states) > 1:
-            out.addmm_(self.states[1][span], self.heads[1].T)
+        return out.addmm_(self.states[1][span], self.heads[1].T) if len(self.states) > 1 else out
 
-    def _backward(self, span: slice, dz: Tensor, slope: Tensor | None) -> None:
-        if self.d_w2 is not None:
-            source = self.states[-1][span][:, -self.d_w2.shape[1] :]
-            self.d_w2 += dz.T @ source
+    def _backward(self, span: slice, dz: Tensor) -> None:
         if len(self.states) > 1:
+            self._add_to_w2(dz, self.states[1][span])
             torch.mm(dz, self.heads[1], out=self.d_states[1][span])
-        if slope is not None:
-            dz.mul_(slope[: len(dz)])
+        if self.softcap is not None:
+            dz.mul_(self.slope.take(*dz.shape))
         torch.mm(dz, self.heads[0], out=self.d_states[0][span])
+
+    def _add_to_w2(self, dz: Tensor, source: Tensor) -> None:
+        """d_w2 += dz^T source: a sum over chunks in the reduction dtype, one chunk's product as it is."""
+        size, device = (dz.shape[1], source.shape[1]), dz.device
+        if self.d_w2 is None:
+            self.d_w2 = torch.mm(dz.T, source, out=fresh(size, dz.dtype, device))
+        elif dz.dtype == self.dtype:
+            self.d_w2.addmm_(dz.T, source)
+        else:
+            if self.d_w2.dtype != self.dtype:
+                self.d_w2 = fresh(size, self.dtype, device).copy_(self.d_w2)
+            self.d_w2 += torch.mm(dz.T, source, out=self.part.take(*size))
 
     def _coefficients(self, rows: RowStats, valid: Tensor) -> dict[str, Tensor]:
         """dL/d(statistic), packed: the loss's [A, G] algebra differentiated on its own."""
@@ -259,70 +260,52 @@ class _Pass:
         return {n: g[valid] for n, g in zip(names, found) if g is not None}
 
     def _chunks(self) -> Iterator[_Chunk]:
-        """Cuts the ordered blocks into chunks within the memory budget, and those into tiles."""
-        vocab, item = self.heads[0].shape[0], self.states[0].element_size()
-        full = self.target_rows.shape[0]
-        wide = torch.empty(0, dtype=self.dtype).element_size()
-        # A row holds its logits (twice with a cap), and at worst a text position of its own: logits and law.
-        row_bytes = vocab * (item * (2 if self.softcap else 1) + wide) + full * item
-        rows_per_chunk = max(1, self.chunk_bytes // row_bytes)
-        # Deriving coefficients costs about as much as a pass over a few MiB: then larger tiles pay.
-        rows_per_tile = max(1, _tile_bytes(self.device) * (4 if self.needs_blocks else 1) // (vocab * wide))
-        row = 0
-        for first, last in _groups(self.lengths, rows_per_chunk):
-            start, tiles = row, []
-            if self.needs_blocks:
-                for lo, hi in _groups(self.lengths[first:last], rows_per_tile):
-                    count = sum(self.lengths[first + lo : first + hi])
-                    tiles.append((row, row + count, first + lo, first + hi))
-                    row += count
-            else:  # coefficients known beforehand: a tile may cut through blocks
-                row += sum(self.lengths[first:last])
-                tiles = [(r, min(r + rows_per_tile, row), first, last) for r in range(start, row, rows_per_tile)]
-            yield _Chunk(start, row, tiles)
+        """Cuts the ordered blocks into chunks whose working memory fits the budget (one block at least)."""
+        unseen = torch.ones_like(self.index, dtype=torch.bool)  # the first row of each text position, in ascending order
+        if len(unseen) > 1:
+            torch.gt(self.index[1:], self.index.cummax(0).values[:-1], out=unseen[1:])
+        counts = torch.stack([self.valid.sum(-1), unpack(unseen, self.valid, fill=False).sum(-1)])
+        lengths, news = counts.tolist()
+        start = stop = first = positions = 0
+        for block, (length, new) in enumerate(zip(lengths, news)):
+            if stop > start and self._bytes(stop + length - start, positions + new) > self.chunk_bytes:
+                yield _Chunk(start, stop, first, block)
+                start, first, positions, new = stop, block, 0, length
+            stop, positions = stop + length, positions + new
+        if stop > start:
+            yield _Chunk(start, stop, first, len(lengths))
+
+    def _bytes(self, rows: int, positions: int) -> int:
+        """Working memory of a chunk: logits (twice with a cap), the target's logits before them, its law."""
+        draft, full = len(self.heads[0]), len(self.target_rows)
+        item, wide = self.states[0].element_size(), self.dtype.itemsize
+        capped, kept = self.softcap is not None and self.wants, self.passes.log_space
+        logits = (
+            rows * draft * (2 if capped else 1) + positions * full
+            if kept
+            else max(rows * draft * (2 if capped else 1), positions * full)
+        )
+        return logits * item + positions * draft * wide
 
     def _knows_top(self) -> bool:
         return self.batch.target_lse is None or self.batch.target_top is not None
-
-    def _unordered(self, packed: RowStats) -> RowStats:
-        blocks = _blocks_of(packed, slice(0, len(packed.alpha)), self.valid)
-        back = self.order.argsort()
-        return _map(blocks, lambda t: t[back])
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of hidden, correction and w2, in the caller's block order and dtype; exactly 0 at masked slots."""
         batch = self.batch
         if not self.wants:
             return None, None, None
-        parts = self.d_states
-        if self.joined:
-            parts = list(
-                self.d_states[0].split([batch.hidden.shape[-1], self.states[0].shape[-1] - batch.hidden.shape[-1]], -1)
-            )
-        back = self.order.argsort()
-        full = [unpack(part, self.valid)[back] for part in parts]
-        d_w2 = None if self.d_w2 is None or batch.w2 is None else self.d_w2.to(batch.w2.dtype)
-        return full[0], full[1] if len(full) > 1 else None, d_w2
-
-
-def _groups(lengths: list[int], budget: int) -> Iterator[tuple[int, int]]:
-    """Consecutive runs of items whose lengths add up to at most `budget` (one item at least)."""
-    start, held = 0, 0
-    for i, length in enumerate(lengths):
-        if i > start and held + length > budget:
-            yield start, i
-            start, held = i, 0
-        held += length
-    if held:
-        yield start, len(lengths)
+        full = [part.new_zeros(self.valid.numel(), part.shape[-1]) for part in self.d_states]
+        for out, part in zip(full, self.d_states):
+            out[self.places] = part
+        full = [out.view(*self.valid.shape, -1) for out in full]
+        if batch.w2 is None:
+            return full[0], None, None
+        return full[0], full[1], torch.zeros_like(batch.w2) if self.d_w2 is None else self.d_w2.to(batch.w2.dtype)
 
 
 def _map(rows: RowStats, f: Callable[[Tensor], Tensor]) -> RowStats:
     return RowStats(**{s.name: None if (v := getattr(rows, s.name)) is None else f(v) for s in fields(rows)})
-
-
-def _slice(rows: RowStats, span: slice) -> RowStats:
-    return _map(rows, lambda t: t[span])
 
 
 def _blocks_of(rows: RowStats, span: slice, valid: Tensor) -> RowStats:

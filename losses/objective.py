@@ -33,7 +33,7 @@ def objective(
     draft_ids: Tensor | None = None,
     survival_logits: Tensor | None = None,
     softcap: float | None = None,
-    chunk_bytes: int = 256 << 20,
+    chunk_bytes: int = 512 << 20,
     denominators: Tensor | None = None,
     target_lse: Tensor | None = None,
     target_top: Tensor | None = None,

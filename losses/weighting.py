@@ -18,7 +18,7 @@ def position_decay(
 
 
 def dpace(*, confidence: Tensor, valid: Tensor, beta: float) -> Tensor:
-    """w_j = (1/G) sum_{m >= j} prod_{i <= m} ((1 - beta) c_i + beta), at most 1 (D-PACE, methods 2.2).
+    """w_j = (1/G) sum_{m >= j} prod_{i <= m} ((1 - beta) c_i + beta), at most 1 (D-PACE, Lucas-TY/D-PACE; methods 2.2).
 
     `confidence` [A, G] is q(y) for the original, which fits cross-entropy only, or alpha for the variant that
     fits the other losses. Sums stop at the first masked slot. Detached.

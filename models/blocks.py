@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .packed import Attend
+
 
 @dataclass(frozen=True)
 class BlockShape:
@@ -79,7 +81,7 @@ class MLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """The parts of one layer, named as in the exported file."""
+    """The parts of one layer, named as in the exported file; forward is the training pass, serving calls the parts."""
 
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
@@ -87,6 +89,24 @@ class DraftLayer(nn.Module):
         self.mlp = MLP(shape)
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor,
+        block_rope: tuple[Tensor, Tensor],
+        context_rope: tuple[Tensor, Tensor],
+        attend: Attend,
+    ) -> Tensor:
+        """Block states x [R, A, G, H] over context features [R, T, H] -> [R, A, G, H]. attend: who sees what, and how."""
+        attn, normed = self.self_attn, self.input_layernorm(x)
+        out = attend(
+            attn.query(normed, block_rope),
+            attn.key_value(context, context_rope),
+            attn.key_value(normed, block_rope),
+        )
+        x = x + attn.o_proj(out.flatten(-2))
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 def apply_rope(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

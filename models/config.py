@@ -18,6 +18,60 @@ class TargetConfig:
     dtype: Literal["float32", "bfloat16"] = field(
         default="bfloat16", metadata={"help": "precision of the target's weights and activations"}
     )
+    placement: Literal["replicated", "sharded", "remote"] = field(
+        default="replicated",
+        metadata={"help": "training only: whole on every rank, split over the ranks (FSDP2), or behind `server`"},
+    )
+    quantization: Literal["none", "bnb8", "bnb4", "gguf"] = field(
+        default="none",
+        metadata={"help": "how the weights are stored: bitsandbytes int8 or nf4 (CUDA), or rounded as `gguf_file` has them"},
+    )
+    gguf_file: str | None = field(default=None, metadata={"help": "file in the target's folder (quantization: gguf)"})
+    server: str | None = field(
+        default=None, metadata={"help": "URL of the server that gives hidden states (placement: remote), see docs/features.md"}
+    )
+    server_kind: Literal["vllm", "sglang"] = field(default="vllm", metadata={"help": "how `server` gives them"})
+    extraction: Literal["transformers", "runtime"] = field(
+        default="transformers",
+        metadata={"help": "training only: which code runs a replicated target; runtime = our CPU kernels, where they serve it"},
+    )
+
+    def __post_init__(self) -> None:
+        if (self.quantization == "gguf") != (self.gguf_file is not None):
+            raise ValueError(
+                f"gguf_file: {self.gguf_file!r} is not allowed with quantization {self.quantization}; it must be a file with "
+                "gguf, and null otherwise"
+            )
+        if (self.placement == "remote") != (self.server is not None):
+            raise ValueError(
+                f"server: {self.server!r} is not allowed with placement {self.placement}; it must be a URL with remote, and "
+                "null otherwise"
+            )
+        if self.quantization.startswith("bnb") and self.placement != "replicated":
+            raise ValueError(f"quantization: {self.quantization} is not allowed with placement {self.placement}; allowed: none")
+        if self.extraction == "runtime" and (self.placement != "replicated" or self.quantization.startswith("bnb")):
+            raise ValueError(
+                f"extraction: runtime is not allowed with placement {self.placement}, quantization {self.quantization}; it "
+                "needs a replicated target that is not quantised by bitsandbytes"
+            )
+
+    @property
+    def quantized_as(self) -> str | None:
+        """The form of the weights in words, None where they are as `dtype` says."""
+        words = {"bnb8": "int8 weights (bitsandbytes)", "bnb4": "nf4 weights (bitsandbytes)"}
+        return words.get(self.quantization, f"weights of {self.gguf_file} (GGUF)" if self.gguf_file else None)
+
+    @property
+    def identity(self) -> dict[str, str | None]:
+        """What decides the target's law: name, revision, dtype and, where it is quantised, how. Not where it is placed."""
+        known = {"name": self.name, "revision": self.revision, "dtype": self.dtype}
+        return known if self.quantized_as is None else {**known, "quantization": self.quantized_as}
+
+    @property
+    def label(self) -> str:
+        """How the target is held: number format, quantisation and placement. Printed by the trainer."""
+        where = f"{self.placement} at {self.server} ({self.server_kind})" if self.server else self.placement
+        return ", ".join(part for part in (self.quantized_as, self.dtype, where) if part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +104,21 @@ class DSparkConfig:
     )
     checkpoint: str | None = field(
         default=None, metadata={"help": "folder of a drafter to start from (init: checkpoint); its draft vocabulary is kept"}
+    )
+    checkpoint_layout: Literal["anchor-first", "fill-in"] | None = field(
+        default=None,
+        metadata={"help": "block layout of `checkpoint` where its file does not say (DeepSpec anchor-first, z-lab fill-in)"},
+    )
+    lora_rank: int = field(
+        default=0, metadata={"help": "rank of adapters on the checkpoint's layers; 0 = train in full", "ge": 0, "le": 4096}
+    )
+    lora_alpha: float = field(default=16.0, metadata={"help": "an update is scaled by lora_alpha / lora_rank", "gt": 0.0})
+    lora_targets: tuple[str, ...] = field(
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc"),
+        metadata={"help": "linear layers that get adapters, by the last part of their names"},
+    )
+    lora_full: tuple[Literal["markov_head", "confidence_head", "norm", "hidden_norm"], ...] = field(
+        default=("markov_head", "confidence_head"), metadata={"help": "parts that train in full beside the adapters"}
     )
 
     @property

@@ -7,6 +7,7 @@ products: slot logits are `lm_head @ hidden + w2 @ correction`, and no drafter e
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,10 +42,14 @@ class FrozenHeads:
         return FrozenHeads(self.embedding.to(dtype), full, draft, self.draft_ids)
 
 
-@dataclass(frozen=True)
-class DraftOutput:
-    """Per-slot outputs of `unroll`: hidden [R,A,G,H]; correction [R,A,G,r] or None; survival_logits [R,A,G] or None."""
+class DraftOutput(NamedTuple):
+    """Per-slot outputs of `unroll`: hidden [R,A,G,H]; correction [R,A,G,r] or None; survival_logits [R,A,G] or None.
+
+    w2 [Vd,r] or None: the correction head's output matrix for the objective, taken inside forward, where sharded training
+    holds it whole. A tuple, because FSDP2 and ZeRO-3 look for the tensors of an output in tuples only.
+    """
 
     hidden: Tensor
     correction: Tensor | None
     survival_logits: Tensor | None
+    w2: Tensor | None = None

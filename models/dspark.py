@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from .blocks import BlockShape, DraftLayer, RMSNorm, Rope
 from .draft import DraftOutput, FrozenHeads
 from .heads import CORRECTION_HEADS, CorrectionHead, SurvivalHead
-from .masks import block_attention, context_mask
+from .masks import FlexAttention, block_attention, context_mask
+from .packed import Attend, Chats, attention_by_chat
 
 
 class DSpark(nn.Module):
@@ -66,6 +68,8 @@ class DSpark(nn.Module):
             self.confidence_head = SurvivalHead(hidden_size=self.hidden_size, rank=rank)
         rotary = Qwen3RotaryEmbedding(Qwen3Config(**{k: v for k, v in config.items() if k in ROPE_KEYS}))
         self.rope = Rope(rotary.inv_freq, rotary.attention_scaling)
+        self.attention_backend = "auto"  # training: see FlexAttention.fits
+        self.recompute_layers = False  # training: keep the input of a layer instead of its inner states
         self._init_weights(config.get("initializer_range") or 0.02)
 
     def _init_weights(self, std: float) -> None:
@@ -93,29 +97,46 @@ class DSpark(nn.Module):
         previous_tokens: Tensor,
         embedding: Tensor,
         detach_survival: bool = False,
+        positions: Tensor | None = None,
+        starts: Tensor | None = None,
+        chats: Chats | None = None,
     ) -> DraftOutput:
         """All blocks of a batch under teacher forcing.
 
         taps [R, T, n*H]; anchors int64 [R, A] positions; previous_tokens int64 [R, A, G], the text at anchor+k (slot k's
         predecessor, so column 0 is the anchor token); embedding [V, H]. detach_survival: no gradient from the survival
         logits beyond their own head. Returns hidden [R, A, G, H] and head states.
+
+        Several chats in a row: positions int64 [R, T], counted from the first token of each chat, and starts int64 [R, A],
+        the column of that token for each anchor: a block sees starts <= t < anchor. chats: the same rule as an index, which
+        attention then uses instead of a mask over the whole row.
         """
         context = self.context_features(taps)
-        context_rope = self.rope(torch.arange(taps.shape[1], device=taps.device)[None])
-        block_rope = self.rope(anchors[..., None] + torch.arange(self.block_size, device=anchors.device))
-        visible = context_mask(anchors, taps.shape[1])
+        if positions is None:
+            positions = torch.arange(taps.shape[1], device=taps.device)[None]
+        first = anchors if starts is None else anchors - starts
+        context_rope = self.rope(positions)
+        block_rope = self.rope(first[..., None] + torch.arange(self.block_size, device=anchors.device))
+        attend = self.attention(anchors, taps.shape[1], starts, chats)
         x = self.block_inputs(previous_tokens[..., 0], embedding).to(context.dtype)
         for layer in self.layers:
-            attn, normed = layer.self_attn, layer.input_layernorm(x)
-            out = block_attention(
-                attn.query(normed, block_rope),
-                attn.key_value(context, context_rope),
-                attn.key_value(normed, block_rope),
-                visible,
-            )
-            x = x + attn.o_proj(out.flatten(-2))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return self.head_states(self.norm(x), previous_tokens, detach_survival=detach_survival)
+            if self.recompute_layers and torch.is_grad_enabled():
+                x = checkpoint(layer, x, context, block_rope, context_rope, attend, use_reentrant=False)
+            else:
+                x = layer(x, context, block_rope, context_rope, attend)
+        out = self.head_states(self.norm(x), previous_tokens, detach_survival=detach_survival)
+        if self.markov_head is None:
+            return out
+        return out._replace(w2=self.markov_head.markov_w2.weight.clone())  # a copy: sharded training frees the whole matrix
+
+    def attention(self, anchors: Tensor, length: int, starts: Tensor | None, chats: Chats | None) -> Attend:
+        """Attention of one batch for all layers: see unroll."""
+        if FlexAttention.fits(anchors.device, self.layers[0].self_attn.shape.head_dim, self.attention_backend):
+            return FlexAttention(anchors, length, starts, slots=self.block_size)
+        if chats is not None:
+            return lambda query, context, block: attention_by_chat(query, context, block, chats)
+        visible = context_mask(anchors, length, starts)
+        return lambda query, context, block: block_attention(query, context, block, visible)
 
     def head_states(self, hidden: Tensor, previous_tokens: Tensor, *, detach_survival: bool = False) -> DraftOutput:
         """hidden [..., G, H] (after the final norm), previous_tokens int64 [..., G] -> correction and survival states."""
@@ -152,7 +173,8 @@ def trainable_table(drafter: nn.Module) -> list[tuple[str, int]]:
     for name, parameter in drafter.named_parameters():
         if parameter.requires_grad:
             key = ".".join(name.split(".")[: 2 if name.startswith("layers.") else 1])
-            counts[key] = counts.get(key, 0) + parameter.numel()
+            size = getattr(parameter, "ds_numel", parameter.numel())  # ZeRO-3 leaves an empty tensor in its place
+            counts[key] = counts.get(key, 0) + size
     return [("target", 0), *counts.items()]
 
 

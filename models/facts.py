@@ -117,7 +117,8 @@ def read_config(cfg: TargetConfig) -> Any:
 
     source = resolve_target(cfg)
     try:
-        return AutoConfig.from_pretrained(source, revision=cfg.revision)
+        options = {} if cfg.gguf_file is None else {"gguf_file": cfg.gguf_file}
+        return AutoConfig.from_pretrained(source, revision=cfg.revision, **options)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"target.name: {cfg.name!r} cannot be read: {first_line(error)}") from error
 

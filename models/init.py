@@ -5,12 +5,14 @@ Which start is better is measured, not assumed: see docs/decisions.md.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .config import DSparkConfig
 from .dspark import DSpark
 from .export import importers, native
 
@@ -61,16 +63,56 @@ SAME = (
     "vocab_size", "target_layer_ids", "mask_token_id", "rope_parameters", "markov_rank", "markov_head_type",
     "enable_confidence_head", "confidence_head_with_markov", "draft_vocab_size", "sample_from_anchor",
 )  # fmt: skip
+# Of these the recipe has no say: a checkpoint brings them.
+BROUGHT = (
+    "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters",
+)  # fmt: skip
+HEADS = ("markov_head.", "confidence_head.")
 
 
-def read_start(folder: str, num_target_layers: int) -> importers.Imported:
-    """The drafter that training starts from, in any layout that says its frame. ValueError as importers.read."""
-    found = importers.read(Path(folder), num_target_layers=num_target_layers)
-    if not found.config["sample_from_anchor"]:
+def read_start(folder: str, num_target_layers: int, layout: str | None = None) -> importers.Imported:
+    """The drafter that training starts from, in any layout that says its frame, or whose frame is told by `layout`.
+
+    A fill-in drafter is a start only where `layout` says so: training is anchor-first, and each slot learns another position.
+    Raises ValueError as importers.read, for a fill-in drafter that the recipe does not name as one, and for one of a target
+    with another number of layers.
+    """
+    try:
+        found = importers.read(Path(folder), layout=layout, num_target_layers=num_target_layers)
+    except ValueError as error:  # a recipe has a key where the command line has an option
+        text = str(error).replace("name it with --layout anchor-first or --layout fill-in", "name it as checkpoint_layout anchor-first or fill-in")
+        raise ValueError(f"drafter.checkpoint: {text}") from None
+    if layout is None and not found.config["sample_from_anchor"]:
         raise ValueError(
-            f"drafter.checkpoint: {folder} is a fill-in drafter; training is anchor-first, so it is no start for it"
+            f"drafter.checkpoint: {folder} is a fill-in drafter and training is anchor-first: every slot would learn the position "
+            "behind its own; name drafter.checkpoint_layout fill-in to start from its weights all the same"
+        )
+    if not found.config["sample_from_anchor"]:
+        note = "its blocks are fill-in and training is anchor-first: every slot learns the position behind its own"
+        found = dataclasses.replace(found, notes=(*found.notes, note))
+    if found.config["num_target_layers"] != num_target_layers:
+        raise ValueError(
+            f"drafter.checkpoint: {folder} taps a target of {found.config['num_target_layers']} layers, "
+            f"this one has {num_target_layers}"
         )
     return found
+
+
+def adopt(cfg: DSparkConfig, found: importers.Imported) -> DSparkConfig:
+    """The recipe's drafter with what it leaves open (taps, mask, draft vocabulary) as the checkpoint has it."""
+    theirs = found.config
+    taps, mask, size = cfg.tap_layers, cfg.mask_token_id, cfg.draft_vocab_size
+    return dataclasses.replace(
+        cfg,
+        tap_layers=tuple(theirs["target_layer_ids"]) if taps is None else taps,
+        mask_token_id=theirs["mask_token_id"] if mask is None else mask,
+        draft_vocab_size=theirs.get("draft_vocab_size") if size is None and "d2t" in found.tensors else size,
+    )
+
+
+def start_config(config: dict[str, Any], found: importers.Imported) -> dict[str, Any]:
+    """The config to build: the recipe's, with the sizes of the layers that only the checkpoint knows."""
+    return {**config, **{key: found.config[key] for key in BROUGHT}}
 
 
 def start_ids(found: importers.Imported) -> Tensor | None:
@@ -80,12 +122,27 @@ def start_ids(found: importers.Imported) -> Tensor | None:
 
 
 def init_from_checkpoint(drafter: DSpark, found: importers.Imported, folder: str) -> None:
-    """Load the checkpoint's weights. ValueError naming the first key in which it differs from the recipe's drafter."""
+    """Load the checkpoint's weights. ValueError naming the first key in which it differs from the recipe's drafter.
+
+    A correction or survival head that the checkpoint lacks keeps its fresh start, which changes no logit.
+    """
+    added = {
+        prefix
+        for prefix, absent in zip(
+            HEADS, (not found.config["markov_rank"], not found.config["enable_confidence_head"]), strict=True
+        )
+        if absent
+    }
+    free = {"markov_rank", "markov_head_type"} if HEADS[0] in added else set()
+    free |= set() if found.config["sample_from_anchor"] else {"sample_from_anchor"}  # read_start has said so
+    free |= {"enable_confidence_head", "confidence_head_with_markov"} if HEADS[1] in added else set()
     for key in SAME:
         ours, theirs = drafter.config.get(key), found.config.get(key)
         if key == "draft_vocab_size":
             ours, theirs = ours or drafter.config["vocab_size"], theirs or found.config["vocab_size"]
-        if ours != theirs:
+        if ours != theirs and key not in free:
             raise ValueError(f"drafter.checkpoint: {folder} has {key} {theirs!r}, the recipe's drafter {ours!r}")
     left_out = {*native.FROZEN, "d2t", "t2d"}
-    native.fill(drafter, {name: value for name, value in found.tensors.items() if name not in left_out}, folder)
+    tensors = {name: value for name, value in found.tensors.items() if name not in left_out}
+    fresh = {name: value for name, value in drafter.state_dict().items() if name.startswith(tuple(added))} if added else {}
+    native.fill(drafter, {**fresh, **tensors}, folder)

@@ -45,11 +45,24 @@ def _among_sections(recipe: Recipe, given: frozenset[str]) -> Iterator[str]:
         )
     if not drafter.survival_head and "objective.survival" in given and recipe.objective.survival > 0:
         yield f"objective.survival: {recipe.objective.survival} needs drafter.survival_head true; set one of them to 0 or true"
+    yield from _phases(recipe)
+    train = recipe.train
+    if train.packing == "packed" and train.tokens_per_batch < data.max_length:
+        yield (
+            f"train.tokens_per_batch: {train.tokens_per_batch} is not allowed with packing; a row must hold the longest chat, "
+            f"at least {data.max_length} (data.max_length)"
+        )
+    if train.fp8 and train.precision != "bf16":
+        yield f"train.fp8: true is not allowed with train.precision {train.precision}; allowed with bf16"
     if (drafter.init == "checkpoint") != (drafter.checkpoint is not None):
         yield (
             f"drafter.checkpoint: {drafter.checkpoint!r} is not allowed with drafter.init {drafter.init}; it must be a folder "
             "with init checkpoint, and null otherwise"
         )
+    if drafter.init != "checkpoint":
+        for key in ("lora_rank", "checkpoint_layout"):
+            if getattr(drafter, key):
+                yield f"drafter.{key}: {getattr(drafter, key)!r} needs drafter.init checkpoint, got {drafter.init}"
     proposer = recipe.eval.proposer
     for key, slots in (("num_slots", recipe.eval.num_slots), ("proposer.num_slots", proposer.num_slots)):
         if slots is not None and slots > drafter.block_size and proposer.kind == "dspark":
@@ -61,6 +74,16 @@ def _among_sections(recipe: Recipe, given: frozenset[str]) -> Iterator[str]:
         )
     if drafter.mask_token_id is not None and drafter.mask_token_id < 0:
         yield f"drafter.mask_token_id: {drafter.mask_token_id} is not allowed; it must be at least 0"
+
+
+def _phases(recipe: Recipe) -> Iterator[str]:
+    """Phases of the objective that the drafter or the answers cannot serve."""
+    for number, phase in enumerate(recipe.objective.phases):
+        if phase.survival and not recipe.drafter.survival_head:
+            yield f"objective.phases[{number}].survival: {phase.survival} needs drafter.survival_head true"
+    exact = recipe.objective.exact_on_answers
+    if exact and (wrong := recipe.data.off_law()):
+        yield f"{', '.join(exact)}: above 0 needs answers drawn from the law in the loss, but {'; '.join(wrong)}"
 
 
 def _against_target(recipe: Recipe, facts: TargetFacts) -> Iterator[str]:

@@ -2,8 +2,8 @@
 
 Generic: it knows no recipe of ours. Types and ranges come from the dataclass itself: from the annotations, and from the
 field metadata `help`, `ge`, `gt`, `le`, `lt` (for lists, the range of every element). Nested dataclasses are sections; a
-union of dataclasses is chosen by its `kind` key (the first one when `kind` is not given). Every mistake is reported, in
-one ConfigError, before anything is built.
+union of dataclasses is chosen by its `kind` key (the first one when `kind` is not given), a tuple of a dataclass is a list of
+sections. Every mistake is reported, in one ConfigError, before anything is built.
 """
 
 from __future__ import annotations
@@ -214,6 +214,9 @@ class _Builder:
         if sections:
             cls = self._choose(sections, value, full)
             return None if cls is None else self.node(cls, value, full)
+        entry = _listed(hint)
+        if entry is not None:
+            return self._list(entry, value, full)
         self.given.append(full)
         try:
             return _adapter(hint, field.metadata).validate_python(value)
@@ -221,6 +224,15 @@ class _Builder:
             allowed = _describe(hint, field.metadata)
             self.errors.append(f"{full}: {value!r} is not allowed; it must be {allowed}")
             return None
+
+    def _list(self, cls: type, value: Any, full: str) -> Any:
+        """A list of sections, each of dataclass `cls`. None when something in it is wrong."""
+        self.given.append(full)
+        if not isinstance(value, (list, tuple)):
+            self.errors.append(f"{full}: {value!r} is not allowed; it is a list of sections with the keys {_names(cls)}")
+            return None
+        found = tuple(self.node(cls, entry, f"{full}[{number}]") for number, entry in enumerate(value))
+        return None if None in found else found
 
     def _choose(self, sections: list[type], value: Any, full: str) -> type | None:
         """The dataclass of a union that `kind` names."""
@@ -304,6 +316,13 @@ def _sections(hint: Any) -> list[type]:
         return [hint]
     members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else ()
     return list(members) if members and all(dataclasses.is_dataclass(entry) for entry in members) else []
+
+
+def _listed(hint: Any) -> type | None:
+    """The dataclass of a field that holds a list of sections; None for every other field."""
+    arguments = get_args(hint) if get_origin(hint) is tuple else ()
+    listed = len(arguments) == 2 and arguments[1] is Ellipsis
+    return arguments[0] if listed and isinstance(arguments[0], type) and dataclasses.is_dataclass(arguments[0]) else None
 
 
 def _leaf_paths(cls: Any, prefix: str = "") -> Iterable[str]:

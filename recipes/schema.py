@@ -15,7 +15,7 @@ from ..models.config import DSparkConfig, TargetConfig
 from ..train.config import TrainConfig
 from .load import ConfigError, Loaded, build, flatten, load, to_plain
 
-__all__ = ["ConfigError", "Recipe", "differences", "find_recipe", "from_plain", "load_recipe", "to_plain"]
+__all__ = ["ConfigError", "Recipe", "differences", "find_recipe", "from_plain", "load_recipe", "shipped_files", "to_plain"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,12 @@ def find_recipe(name: str) -> Path:
     if name in shipped:
         return Path(str(shipped[name]))
     raise ConfigError([f"{name}: no such recipe file; shipped recipes: {', '.join(sorted(shipped)) or 'none'}"])
+
+
+def shipped_files() -> dict[str, Path]:
+    """Every shipped YAML file by its name without .yaml: recipes, and under accelerate/ the launch configs."""
+    root = Path(str(resources.files(__package__)))
+    return {path.relative_to(root).with_suffix("").as_posix(): path for path in root.rglob("*.yaml")}
 
 
 def load_recipe(name: str, overrides: Iterable[str] = ()) -> Loaded[Recipe]:

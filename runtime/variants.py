@@ -19,8 +19,8 @@ _LEVELS = 127.0  # int8, symmetric
 
 
 @torch.no_grad()
-def default_layers(model: nn.Module, ids: Tensor) -> tuple[int, ...]:
-    """Three quarters of a target's layers: without those that change their input least; the first and the last stay.
+def default_layers(model: nn.Module, ids: Tensor, left_out: int | None = None) -> tuple[int, ...]:
+    """A target's layers without the `left_out` (default: a quarter) that change their input least; the first and the last stay.
 
     Block influence (ShortGPT, arXiv 2403.03853): 1 - cosine of a layer's input and output, averaged over a text, ids int64
     [1,T].
@@ -30,8 +30,8 @@ def default_layers(model: nn.Module, ids: Tensor) -> tuple[int, ...]:
     pairs = [(states[i].float(), states[i + 1].float()) for i in range(1, count - 1)]
     influence = [1 - torch.cosine_similarity(before, after, dim=-1).mean().item() for before, after in pairs]
     order = sorted(range(1, count - 1), key=lambda i: influence[i - 1])
-    left_out = set(order[: count // 4])
-    return tuple(i for i in range(count) if i not in left_out)
+    gone = set(order[: count // 4 if left_out is None else left_out])
+    return tuple(i for i in range(count) if i not in gone)
 
 
 def skip_layers(model: nn.Module, layers: Sequence[int]) -> nn.Module:

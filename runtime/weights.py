@@ -54,6 +54,8 @@ class StackWeights:
 def unfused_reason(model: nn.Module) -> str | None:
     """Why this model cannot use the fused decoder blocks, or None if it can."""
     config = model.config
+    if getattr(model, "is_quantized", False):
+        return "its weights are quantised"
     if config.model_type not in FUSED_FAMILIES:
         return f"model_type {config.model_type!r} is not one of {', '.join(FUSED_FAMILIES)}"
     if getattr(config, "hidden_act", "silu") not in ("silu", "swish"):

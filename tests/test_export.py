@@ -114,7 +114,7 @@ def test_the_file_states_its_frame_in_every_key_a_reader_defaults(exported: Path
         architectures=["Qwen3DSparkModel"], sample_from_anchor=True, block_size=5, mask_token_id=96, target_layer_ids=[0, 1],
         num_target_layers=3, markov_rank=8, markov_head_type="vanilla", enable_confidence_head=True,
         confidence_head_with_markov=True, tie_word_embeddings=False, vocab_size=97, head_dim=16, num_hidden_layers=2,
-        num_key_value_heads=2, hidden_act="silu", dtype="float32",
+        num_key_value_heads=2, hidden_act="silu", dtype="float32", draft_vocab_size=97, layer_types=["full_attention"] * 2,
     )  # fmt: skip
     assert {k: config[k] for k in stated} == stated
     assert config["rope_parameters"]["rope_theta"] == 10000.0
@@ -137,9 +137,7 @@ def test_a_reduced_vocabulary_is_written_as_offsets(tmp_path: Path):
 # ---- refusals -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "key", ["sample_from_anchor", "mask_token_id", "target_layer_ids", "block_size", "num_target_layers", "markov_rank"]
-)
+@pytest.mark.parametrize("key", native.REQUIRED)
 def test_a_missing_key_of_the_frame_is_refused(exported: Path, key: str):
     edit(exported, **{key: None})
     with pytest.raises(ValueError, match=f"missing {key}"):
@@ -165,6 +163,13 @@ def test_a_missing_key_of_the_frame_is_refused(exported: Path, key: str):
         (dict(markov_rank=0, enable_confidence_head=False), "unknown.*markov_head"),
         (dict(num_hidden_layers=3), "missing.*layers.2"),
         (dict(draft_vocab_size=50), "draft_vocab_size: 50 without a d2t"),
+        (dict(rope_parameters=None), "missing rope_parameters.rope_theta"),
+        (dict(rope_parameters={"rope_type": "default"}), "missing rope_parameters.rope_theta"),
+        (dict(layer_types=["sliding_attention"] * 2), "layer_types: .*sliding_attention"),
+        (dict(use_sliding_window=True), "layer_types: .* only full_attention is"),
+        (dict(hidden_act="gelu"), "hidden_act: 'gelu' is not supported"),
+        (dict(attention_bias=True), "attention_bias: true is not supported"),
+        (dict(confidence_head_with_markov=None), "confidence_head_with_markov: None must be true or false"),
     ],
 )
 def test_a_file_that_contradicts_itself_is_refused(exported: Path, change: dict, words: str):

@@ -93,11 +93,11 @@ def test_the_native_loader_points_to_the_import_command(tmp_path: Path):
 # ---- the engine table -------------------------------------------------------------------------------------------------
 
 
-def subject(engine_name: str, **changes) -> Subject:
-    """What `--for engine` would write for a tiny drafter, in the engine's first layout."""
+def subject(engine_name: str, layout: str | None = None, **changes) -> Subject:
+    """What `--for engine` would write for a tiny drafter, in the engine's first layout or in `layout`."""
     drafter, heads = tiny_drafter(**changes)
     config = native.file_config(drafter, torch.bfloat16)
-    layout = ENGINES[engine_name].formats[0]
+    layout = layout or ENGINES[engine_name].formats[0]
     file = dict(config)
     if layout == "speculators":
         file = speculators.to_config(config, verifier="org/tiny", verifier_architectures=[])
@@ -126,14 +126,13 @@ BREAK = {
     "drafter.draft_vocab_size": lambda s: with_config(s, draft_vocab_size=50),
     "sample_from_anchor": lambda s: with_config(s, sample_from_anchor=False),
     "drafter.tap_layers": lambda s: with_config(s, target_layer_ids=[0, 2]),
-    "aux_hidden_state_layer_ids": lambda s: replace(
-        s, layout="speculators", file={**s.file, "aux_hidden_state_layer_ids": [0, 1]}
-    ),
+    "aux_hidden_state_layer_ids": lambda s: replace(s, file={**s.file, "aux_hidden_state_layer_ids": [0, 1]}),
     "drafter.mask_token_id": lambda s: with_config(s, mask_token_id=97),
     "layer_types": lambda s: with_file(s, layer_types=["sliding_attention", "full_attention"]),
     "rope_parameters.rope_theta": lambda s: with_file(s, rope_parameters={"rope_type": "default"}),
     "dtype": lambda s: with_file(s, dtype="float16"),
     "model_type": lambda s: replace(s, file={**s.file, "model_type": "llama"}),
+    "architectures": lambda s: replace(s, file={**s.file, "architectures": ["DeepseekV4DSparkModel"]}),
     "tie_word_embeddings": lambda s: replace(s, file={**s.file, "tie_word_embeddings": True}),
     "num_anchors": lambda s: replace(s, file={key: value for key, value in s.file.items() if key != "num_anchors"}),
     "drafter.survival_with_head": lambda s: with_config(s, confidence_head_with_markov=False),
@@ -144,33 +143,75 @@ BREAK = {
 }
 
 
-def test_every_engine_takes_what_we_emit_by_default():
-    for name in ENGINES:
-        engines.check(name, subject(name))
+WRITTEN = [(name, layout) for name, engine in ENGINES.items() for layout in engine.formats]
+
+
+@pytest.mark.parametrize(("name", "layout"), WRITTEN)
+def test_every_engine_takes_what_we_emit_by_default(name: str, layout: str):
+    engines.check(name, subject(name, layout))
 
 
 @pytest.mark.parametrize(
-    ("name", "rule"),
-    [(name, rule) for rule in RULES for name in rule.engines],
+    ("name", "layout", "rule"),
+    [
+        (name, layout, rule) for rule in RULES for name, layout in WRITTEN
+        if name in rule.engines and (layout == "speculators" or rule.name != "aux_hidden_state_layer_ids")
+    ],
     ids=lambda v: v if isinstance(v, str) else v.name,
-)
-def test_every_rule_of_every_engine_refuses_in_one_line(name: str, rule: engines.Rule):
-    broken = BREAK[rule.name](subject(name))
-    assert not rule.ok(broken) and rule.ok(subject(name))
-    with pytest.raises(ValueError, match=f"--for {name}: .* is not allowed; ") as error:
+)  # fmt: skip
+def test_every_rule_of_every_engine_refuses_in_one_line(name: str, layout: str, rule: engines.Rule):
+    whole = subject(name, layout)
+    broken = BREAK[rule.name](whole)
+    assert not rule.ok(broken) and rule.ok(whole)
+    with pytest.raises(ValueError) as error:
         engines.check(name, broken)
+    value = rule.value(broken)
+    assert str(error.value) == (
+        f"--for {name}: {rule.name}: {value!r} is not allowed; {ENGINES[name].title} {rule.why}; {rule.way_out}"
+    )
     assert "\n" not in str(error.value)
-    if rule.name != "aux_hidden_state_layer_ids":  # a native config in the other layout breaks more than that
-        assert f"--for {name}: {rule.name}: " in str(error.value) and rule.way_out in str(error.value)
+
+
+def test_every_rule_is_broken_by_a_test():
+    assert set(BREAK) == {rule.name for rule in RULES}
+    assert all(set(rule.engines) <= set(ENGINES) and rule.engines for rule in RULES)
+
+
+# The engine table of the contract: what each reader cannot load, beside what every reader refuses.
+CANNOT = {
+    "deepspec": {"drafter.draft_vocab_size", "sample_from_anchor", "num_anchors", "embed_tokens.weight, lm_head.weight"},
+    "speculators": set(),
+    "vllm": {"drafter.head", "drafter.rank"},
+    "sglang": {"drafter.rank", "drafter.draft_vocab_size", "sample_from_anchor"},
+    "trtllm": {"drafter.head", "drafter.rank", "drafter.draft_vocab_size", "sample_from_anchor"},
+    "llamacpp": {"drafter.head", "drafter.rank", "sample_from_anchor", "drafter.survival_with_head"},
+}
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_every_key_that_readers_default_must_be_written(name: str):
-    found = subject(name)
-    keys = engines.SPECULATORS_KEYS if found.layout == "speculators" else (*engines.NATIVE_KEYS, "markov_head_type")
+def test_the_rules_are_those_of_the_engine_table(name: str):
+    assert {rule.name for rule in RULES if name in rule.engines and rule.engines != engines.EVERY} == CANNOT[name]
+
+
+@pytest.mark.parametrize("taps", [[-1, 0], [0, 2], [1, 0], [0, 0], []])
+@pytest.mark.parametrize(("name", "layout"), WRITTEN)
+def test_taps_of_the_embedding_the_last_layer_or_out_of_order_go_to_no_engine(name: str, layout: str, taps: list[int]):
+    broken = with_config(subject(name, layout), target_layer_ids=taps)  # of 3 layers: L-1 is 2
+    with pytest.raises(ValueError, match=f"--for {name}: drafter.tap_layers: .*from 0 to L-2"):
+        engines.check(name, broken)
+
+
+@pytest.mark.parametrize(("name", "layout"), WRITTEN)
+def test_every_key_that_readers_default_must_be_written(name: str, layout: str):
+    found = subject(name, layout)
+    keys = engines.SPECULATORS_KEYS if layout == "speculators" else (*engines.NATIVE_KEYS, "markov_head_type")
     for key in keys:
         file = {k: v for k, v in found.file.items() if k != key}
         assert engines.unstated(replace(found, file=file)) == [key]
+    for key in engines.LAYER_KEYS if layout == "speculators" else ():
+        nested = {k: v for k, v in found.file["transformer_layer_config"].items() if k != key}
+        file = {**found.file, "transformer_layer_config": nested}
+        assert engines.unstated(replace(found, file=file)) == [f"transformer_layer_config.{key}"]
 
 
 @pytest.mark.parametrize(
@@ -480,6 +521,7 @@ def test_checkpoints_that_we_cannot_compute_are_refused(tmp_path: Path, change, 
         (lambda c: c.pop("aux_hidden_state_layer_ids"), "missing aux_hidden_state_layer_ids"),
         (lambda c: c.update(sliding_window_non_causal=True), "sliding_window_non_causal"),
         (lambda c: c.update(speculators_model_type="mtp"), "speculators_model_type: 'mtp'"),
+        (lambda c: c.update(target_hidden_size=128), "target_hidden_size: 128 is not supported; the drafter's own width is 64"),
     ],
 )
 def test_speculators_checkpoints_that_we_cannot_compute(tmp_path: Path, change, words: str):
@@ -496,6 +538,11 @@ def test_absolute_ids_in_d2t_are_refused(tmp_path: Path):
     save_file({**tensors, "d2t": DRAFT_IDS}, folder / "model.safetensors")
     with pytest.raises(ValueError, match="d2t leads to ids outside"):
         native.load(folder, **weights(model))
+    shifted = DRAFT_IDS - torch.arange(len(DRAFT_IDS))
+    for wrong in (shifted.roll(1), torch.cat((shifted[:1], shifted[:1] - 1, shifted[2:]))):  # inside the vocabulary, but wrong
+        save_file({**tensors, "d2t": wrong}, folder / "model.safetensors")
+        with pytest.raises(ValueError, match="d2t leads to the same id twice, or to others than t2d marks"):
+            native.load(folder, **weights(model))
 
 
 # ---- warm starts ------------------------------------------------------------------------------------------------------
@@ -521,13 +568,17 @@ def test_a_checkpoint_is_a_start_when_it_means_the_same(tmp_path: Path):
             init_from_checkpoint(tiny_drafter(**changes)[0], start, folder)
 
 
-def test_a_fill_in_drafter_is_no_start(tmp_path: Path):
+def test_a_fill_in_drafter_is_a_start_only_when_the_recipe_says_so(tmp_path: Path):
     from draftsmith.models.init import read_start
 
     folder = native.save(tmp_path / "d", *tiny_drafter())
     edit(folder, lambda config: config.update(sample_from_anchor=False))
-    with pytest.raises(ValueError, match="fill-in drafter; training is anchor-first"):
+    with pytest.raises(ValueError, match="is a fill-in drafter and training is anchor-first: .*checkpoint_layout fill-in"):
         read_start(str(folder), 3)
+    found = read_start(str(folder), 3, "fill-in")
+    assert found.notes == ("its blocks are fill-in and training is anchor-first: every slot learns the position behind its own",)
+    against = read_start(str(folder), 3, "anchor-first")
+    assert "AGAINST the file's sample_from_anchor: false" in against.notes[0] and against.config["sample_from_anchor"] is True
 
 
 # ---- the model card ---------------------------------------------------------------------------------------------------

@@ -301,6 +301,36 @@ def test_metrics_are_what_they_say() -> None:
     assert loss.item() == pytest.approx(0.1 * means["kl"] + 1.8 * means["tv"] + means["survival"], rel=1e-6)
 
 
+def test_tau_expected_is_the_exact_accepted_length_and_tau_product_is_not() -> None:
+    """Text of every path, as often as p asks for (p in quarters): 1 + P(1 accepted) + P(2) + P(3) by enumeration."""
+    heads, gamma = [(1, 3), (3, 1), (2, 2), (1, 3), (3, 1), (1, 3), (2, 2)], 3
+    prefixes = [pre for k in range(gamma) for pre in itertools.product(range(2), repeat=k)]
+    p = {pre: torch.tensor(quarters, dtype=F64) / 4 for pre, quarters in zip(prefixes, heads)}
+    g = torch.Generator().manual_seed(5)
+    z = {pre: torch.randn(2, generator=g, dtype=F64) for pre in prefixes}
+    paths = [
+        path
+        for path in itertools.product(range(2), repeat=gamma)
+        for _ in range(int(64 * math.prod(float(p[path[:k]][path[k]]) for k in range(gamma))))
+    ]
+    assert len(paths) == 64
+    states = torch.stack([p[pre].log() for pre in prefixes])
+    index = torch.tensor([[prefixes.index(path[:k]) for k in range(gamma)] for path in paths])
+    eye = torch.eye(2, dtype=F64)
+    stats = objective(
+        cfg=ObjectiveConfig(survival=0.0), hidden=torch.stack([z[pre] for pre in prefixes])[index],
+        lm_head=eye, target_head=eye, target_hidden=states, target_index=index,
+        labels=torch.tensor(paths), valid=torch.ones(64, gamma, dtype=torch.bool),
+    )[1].means()  # fmt: skip
+    both = {pre: torch.minimum(p[pre], z[pre].softmax(-1)) for pre in prefixes}
+    accepted = sum(
+        math.prod(float(both[path[:i]][path[i]]) for i in range(k)) for k in range(1, gamma + 1)
+        for path in itertools.product(range(2), repeat=k)
+    )  # fmt: skip
+    assert stats["tau_expected"] == pytest.approx(1 + accepted, abs=1e-6)
+    assert abs(stats["tau_product"] - stats["tau_expected"]) > 1e-3  # type: ignore[operator]
+
+
 def test_micro_batches_with_shared_denominators_add_up() -> None:
     batch = make_batch(cfg=ObjectiveConfig(e2e=0.5, exact=0.3, ce=0.1))
     loss, stats = objective(**batch)  # type: ignore[arg-type]

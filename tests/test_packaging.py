@@ -32,7 +32,9 @@ def test_root_holds_one_module():
 
 def test_every_data_file_is_shipped():
     patterns = project()["tool"]["setuptools"]["package-data"]
-    for suffix, package in ((".yaml", "recipes"), (".jsonl", "data.prompts"), (".cpp", "runtime.kernels"), (".html", "eval")):
+    places = ("runtime.kernels", "losses")
+    files = ((".yaml", "recipes"), (".jsonl", "data.prompts"), (".html", "eval"), *((".cpp", place) for place in places))
+    for suffix, package in files:
         folder = ROOT / package.replace(".", "/")
         shipped = {path for pattern in patterns[f"draftsmith.{package}"] for path in folder.glob(pattern)}
         assert set(folder.rglob(f"*{suffix}")) <= shipped, package

@@ -5,15 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from ddp_worker import SCENARIOS, scenario
 from safetensors.torch import load_file
 from training import PROMPTS, Breaking, Interrupted, log_of, parts_of, rows_of, setup_of, tiny_target, train
 
@@ -247,35 +243,6 @@ def test_every_split_of_a_step_has_the_same_gradient(tmp_path: Path, objective: 
         assert float((found - want).norm() / want.norm()) < 1e-5, split
 
 
-@pytest.mark.distributed
-def test_two_processes_train_what_one_does(tmp_path: Path):
-    config = tmp_path / "ddp.yaml"
-    config.write_text(
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nuse_cpu: true\nnum_machines: 1\nmachine_rank: 0\n"
-        "num_processes: 2\nmixed_precision: 'no'\nmain_process_port: 0\n"
-    )
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    worker = str(Path(__file__).with_name("ddp_worker.py"))
-    done = subprocess.run(
-        [*command, worker, str(tmp_path)], capture_output=True, text=True, timeout=300, check=False,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    # Judged by what was written: a rank may die at interpreter exit after all work is done.
-    for rank in (0, 1):
-        marker = tmp_path / f"done-{rank}"
-        assert marker.exists() and marker.read_text() == "2", done.stdout[-3000:] + done.stderr[-6000:]
-    for name, settings in SCENARIOS.items():
-        alone = tmp_path / f"{name}-alone"
-        parts, rows = scenario(name, accumulation=settings["rows"], world=1)
-        train(parts, setup_of(parts, rows, alone), alone)
-        two, one = log_of(tmp_path / name), log_of(alone)
-        assert [line["step"] for line in two] == [1, 2, 3]
-        for a, b in zip(two, one, strict=True):
-            for key in ("loss/total", "grad_norm", "lr", "accept/alpha_1", "accept/tau_expected"):
-                assert a[key] == pytest.approx(b[key], rel=1e-4), (name, key)
-        assert_same(tmp_path / name, alone, atol=1e-5)
-
-
 def test_a_launcher_that_starts_too_few_processes_is_refused(tmp_path: Path):
     parts = parts_of(train=dict(expected_world_size=2))
     with pytest.raises(ValueError, match=r"train.expected_world_size: 2, but 1 process\(es\) run"):
@@ -343,7 +310,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(tmp_path: Path, changes: dict
     parts = parts_of(train=dict(steps=2))
     train(parts, setup_of(parts, rows_of(4), tmp_path), tmp_path)
     other = parts_of(**({"train": dict(steps=2)} | changes))
-    with pytest.raises(ValueError, match="made with other settings of recipe"):
+    with pytest.raises(ValueError, match="made with other settings"):
         train(other, setup_of(other, rows_of(4), tmp_path), tmp_path)
 
 
@@ -376,7 +343,7 @@ def test_cached_features_train_the_same_drafter(tmp_path: Path, reduced: int | N
     for name in ("online", "cached"):
         parts = parts_of(data=dict(features=name), drafter=dict(draft_vocab_size=reduced))
         setup = setup_of(parts, rows, tmp_path / name)
-        assert type(setup.source).__name__ == f"{name.capitalize()}Features"
+        assert type(setup.source).__name__ == {"online": "OnlineFeatures", "cached": "StoredFeatures"}[name]
         train(parts, setup, tmp_path / name)
     for a, b in zip(log_of(tmp_path / "online"), log_of(tmp_path / "cached"), strict=True):
         assert a.keys() == b.keys()

@@ -71,11 +71,12 @@ def setup_of(parts: stage.Parts, rows: list[TokenRow], folder: Path, **replace: 
 PROMPTS = "hash of the prompts"
 
 
-def train(parts: stage.Parts, setup: loop.Setup, folder: Path) -> Path:
+def train(parts: stage.Parts, setup: loop.Setup, folder: Path, accelerator: Accelerator | None = None, **options: Any) -> Path:
     """One run of the loop on CPU; returns the drafter folder."""
     return loop.run(
-        cfg=parts.train, objective_cfg=parts.objective, setup=setup, accelerator=Accelerator(cpu=True), output=folder,
-        seed=parts.seed, run_config=parts.plain(), provenance={"versions": {}, "prompts_sha256": PROMPTS},
+        cfg=parts.train, objective_cfg=parts.objective, setup=setup, accelerator=accelerator or Accelerator(cpu=True),
+        output=folder, seed=parts.seed, run_config=parts.plain(),
+        provenance={"versions": {}, "prompts_sha256": PROMPTS}, **options,
     )  # fmt: skip
 
 

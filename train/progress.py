@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 from rich.console import Console
@@ -48,6 +49,13 @@ class Progress:
             chain = metrics.get("val/accept/greedy_chain")
             text = f"step {step}: validation tau {metrics.get('val/accept/tau_expected', float('nan')):.3f}"
             self.console.print(text if chain is None else f"{text}, greedy {1 + chain:.3f}")
+
+    def rollouts(self, step: int, metrics: dict[str, float]) -> None:
+        """A line on rollouts of the runtime."""
+        if self.enabled:
+            taus = [(re.fullmatch(r"eval/tau_t([0-9.]+)", key), value) for key, value in metrics.items()]
+            text = ", ".join(f"{value:.3f} at T={found[1]}" for found, value in taus if found)
+            self.console.print(f"step {step}: rollouts tau {text}")
 
     def close(self) -> None:
         """End the live bar."""

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,7 @@ from ..data import doctor, vocab
 from ..data.chat import ChatFormat, TokenRow, tokenizer_hash
 from ..data.checks import find_all, refuse
 from ..data.config import DataConfig
-from ..data.features import build, feature_manifest
-from ..data.manifest import target_identity
+from ..data.manifest import read, target_identity
 from ..data.source import Prompt
 from ..data.stage import Prepared, prepare
 from ..losses.config import ObjectiveConfig
@@ -27,10 +26,12 @@ from ..models.config import DSparkConfig, TargetConfig
 from ..models.draft import FrozenHeads
 from ..models.dspark import DSpark, attach_check
 from ..models.export import native
-from ..models.init import init_from_checkpoint, init_from_target, read_start, start_ids
-from ..models.target import Target
-from .config import TrainConfig
-from .features import CachedFeatures, FeatureSource, OnlineFeatures, compute_features
+from ..models.init import adopt, init_from_checkpoint, init_from_target, read_start, start_config, start_ids
+from ..models.lora import add_lora
+from ..models.target import Target, self_test
+from .config import LAUNCH_KEYS, PLACED_KEYS, TrainConfig
+from .feature_cache import make_source
+from .law import refuse_other_law
 from .step import Setup
 
 
@@ -60,11 +61,16 @@ def is_trained(output: Path, parts: Parts, prompts_sha256: str) -> bool:
     except (OSError, ValueError):
         return False
     wanted = json.loads(json.dumps(parts.plain()))
+    found = filled(made.get("recipe") or {})
+    for recipe in (wanted, found):
+        recipe["train"] = {key: value for key, value in recipe["train"].items() if key not in LAUNCH_KEYS}
+        for section in ("target", "data"):
+            recipe[section] = {k: v for k, v in recipe[section].items() if f"{section}.{k}" not in PLACED_KEYS}
     same_prompts = made.get("prompts_sha256") == prompts_sha256
-    return same_prompts and _filled(made.get("recipe") or {}) == wanted and made.get("steps") == parts.train.steps
+    return same_prompts and found == wanted and made.get("steps") == parts.train.steps
 
 
-def _filled(recipe: dict[str, Any]) -> dict[str, Any]:
+def filled(recipe: dict[str, Any]) -> dict[str, Any]:
     """The recipe of an older run with the settings that came since at their defaults."""
     defaults = Parts(
         target=TargetConfig(), data=DataConfig(), drafter=DSparkConfig(), objective=ObjectiveConfig(), train=TrainConfig()
@@ -95,6 +101,8 @@ def prepare_rows(
     Raises ValueError as data.stage.prepare, and with the first finding that refuses the rows; says the warnings.
     """
     name, revision = parts.target.name, parts.target.revision
+    if not target.whole:  # it has no weights here to decode with
+        answering = {"engine": no_engine} | answering
     prepared = prepare(parts.data, target, output, name=name, revision=revision, heldout=heldout, say=say, **answering)
     chat = ChatFormat(target.tokenizer, template_args=parts.data.template_args, eos_ids=target.eos_token_ids)
     subject = doctor.of_prepared(  # no held-out prompts: prepare() has refused an overlap
@@ -102,13 +110,24 @@ def prepare_rows(
         vocab_size=target.vocab_size, anchor_share=parts.train.anchor_share, block_size=parts.drafter.block_size,
         draft_vocab_size=parts.drafter.draft_vocab_size,
     )  # fmt: skip
-    probed = doctor.probe_rows(subject, target, parts.data.doctor.probe_rows)
+    # one rank is here at a time, so a target that is split over all of them cannot be asked
+    probed = doctor.probe_rows(subject, target, 0 if target.collective else parts.data.doctor.probe_rows)
     findings = find_all(subject, probed)
     for finding in findings:
         if finding.level == "warning":
             say(f"data: {finding.line()}")
     refuse(findings, where="; `draftsmith data doctor` shows the rows")
+    if prepared.answers is not None:
+        refuse_other_law(parts.objective, parts.data, read(prepared.answers.folder))
     return prepared
+
+
+def no_engine() -> Any:
+    """Stands in for the engine of a target that cannot generate in this process. Raises ValueError."""
+    raise ValueError(
+        "target.placement: a target that is sharded or remote answers no prompts while training; have them answered first: "
+        "draftsmith data regenerate RECIPE, with --server URL where the target is served"
+    )
 
 
 def chat_record(parts: Parts, target: Target) -> dict[str, Any]:
@@ -131,13 +150,18 @@ def build_setup(
         raise ValueError(
             f"target.name: {parts.target.name!r} scales its logits by {target.logit_factor}, which is not supported"
         )
+    refuse_other_law(parts.objective, parts.data)
     training, validation = split_validation(rows, parts.train.validation_share)
     if not training:
         raise ValueError(f"train.validation_share: {parts.train.validation_share} leaves none of {len(rows)} rows to train on")
     size, checkpoint = parts.drafter.draft_vocab_size, parts.drafter.checkpoint
-    start = None if checkpoint is None else read_start(checkpoint, target.num_layers)
+    start = None if checkpoint is None else read_start(checkpoint, target.num_layers, parts.drafter.checkpoint_layout)
     draft_ids = None if start is None else start_ids(start)
-    if size is not None and start is None:
+    for note in () if start is None else start.notes:
+        say(f"warning: drafter.checkpoint: {note}")
+    if start is not None:
+        parts = replace(parts, drafter=adopt(parts.drafter, start))
+    elif size is not None:
         draft_ids = draft_vocabulary(training, size, target, output, say)
     heads = FrozenHeads.build(target.embedding_weight, target.lm_head_weight, draft_ids)
     mask = parts.drafter.mask_token_id
@@ -146,18 +170,22 @@ def build_setup(
     if mask in target.eos_token_ids:
         ends = ", ".join(map(str, target.eos_token_ids))
         raise ValueError(f"drafter.mask_token_id: {mask} ends an answer of the target (its end tokens: {ends}); choose another")
-    config = native.build_config(target.config, parts.drafter, mask_token_id=mask, target_name=parts.target.name)
+    cfg = parts.drafter
+    config = native.build_config(target.config, cfg, mask_token_id=mask, target_name=parts.target.name)
     torch.manual_seed(parts.seed)
-    drafter = DSpark(config)
+    drafter = DSpark(config if start is None else start_config(config, start))
     if start is not None:
         init_from_checkpoint(drafter, start, str(checkpoint))
     attach_check(drafter, heads)
+    if cfg.lora_rank:
+        add_lora(drafter, rank=cfg.lora_rank, alpha=cfg.lora_alpha, targets=cfg.lora_targets, full=cfg.lora_full)
     if parts.drafter.init == "target" and target.final_norm is not None:
-        init_from_target(drafter, target.layers, target.final_norm, target.embedding_weight)
-    source: FeatureSource = OnlineFeatures(target, drafter.tap_layers)
-    if parts.data.features == "cached":
-        source = cached_features(parts, target, drafter.tap_layers, rows, output, say)
-    return Setup(drafter, heads, source, training, validation, target.softcap)
+        with target.whole_layers(len(drafter.layers)):
+            init_from_target(drafter, target.layers, target.final_norm, target.embedding_weight)
+    worst = self_test(target, drafter.tap_layers)
+    say(f"target: {target.label}; self-test against a plain forward passed, largest relative difference {worst:.1e}")
+    source = make_source(parts, target, drafter.tap_layers, rows, training, output, say)
+    return Setup(drafter, heads, source, training, validation, target.softcap, target if target.whole else None)
 
 
 def draft_vocabulary(
@@ -182,34 +210,6 @@ def draft_vocabulary(
         "tokenizer": tokenizer_hash(target.tokenizer),
     })  # fmt: skip
     return ids
-
-
-def cached_features(
-    parts: Parts,
-    target: Target,
-    tap_layers: tuple[int, ...],
-    rows: Sequence[TokenRow],
-    output: Path,
-    say: Callable[[str], None],
-) -> CachedFeatures:
-    """The feature cache under `output`/features, built or continued or reused. Raises ValueError when it was made otherwise."""
-    chat = ChatFormat(target.tokenizer, template_args=parts.data.template_args, eos_ids=target.eos_token_ids)
-    law = parts.drafter.draft_vocab_size is not None
-    rows = sorted(rows, key=lambda row: len(row.input_ids))  # rows of one call are padded to each other
-    manifest = feature_manifest(
-        rows,
-        target=target_identity(target, name=parts.target.name, revision=parts.target.revision),
-        template=chat.template_hash,
-        max_length=parts.data.max_length,
-        tap_layers=tap_layers,
-        hidden_size=target.hidden_size,
-        dtype=parts.target.dtype,
-        lse=law,
-    )
-    cache = build(
-        output / "features", rows, manifest, lambda part: compute_features(target, tap_layers, part, law=law), say=say
-    )
-    return CachedFeatures(cache, rows, with_law=law)
 
 
 def pick_mask_token(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> int:

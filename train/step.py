@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
 
 from ..data.batch import Batches, TrainBatch
 from ..data.chat import TokenRow
+from ..data.pack import Pad
 from ..losses.config import ObjectiveConfig
 from ..losses.fused import objective
 from ..losses.terms import ObjectiveStats
 from ..models.draft import DraftOutput, FrozenHeads
 from ..models.dspark import DSpark
+from ..models.target import Target
 from .config import TrainConfig
 from .features import Features, FeatureSource
 from .metrics import Clock
+from .packed import with_rows
+from .prefetch import Feed
+from .unused import with_unused
 
 
 @dataclass(frozen=True)
@@ -30,25 +37,35 @@ class Setup:
     rows: Sequence[TokenRow]
     validation: Sequence[TokenRow]
     softcap: float | None = None
+    target: Target | None = None  # for rollouts; None where no rank has the whole target
 
 
 class StepContext:
     """Everything a micro-batch needs that does not change between steps."""
 
     def __init__(
-        self, cfg: TrainConfig, objective_cfg: ObjectiveConfig, setup: Setup, heads: FrozenHeads, device: torch.device
+        self,
+        cfg: TrainConfig,
+        objective_cfg: ObjectiveConfig,
+        setup: Setup,
+        heads: FrozenHeads,
+        device: torch.device,
+        feed: Feed | None = None,
     ) -> None:
+        """feed: brings the micro-batches of the run; None: everything in turn."""
         self.cfg, self.objective_cfg, self.setup, self.heads, self.device = cfg, objective_cfg, setup, heads, device
+        self.feed = feed or Feed(iter(()), setup.source, device, count=0, ahead=False)
         self.dtype = torch.bfloat16 if cfg.precision == "bf16" else torch.float32
 
     def loss(
         self, model: torch.nn.Module, batch: TrainBatch, rows: Sequence[TokenRow], totals: Tensor | None, clock: Clock
     ) -> tuple[Tensor, ObjectiveStats]:
         """This micro-batch's share of the step's loss (`totals`: the step's denominators), and its metrics."""
-        batch = batch.to(self.device)
-        clock.mark("data")
-        features = self.setup.source.features(batch, rows)
-        clock.mark("target")
+        used = self.used(batch).to(self.device, non_blocking=True)
+        batch, features = self.feed.take(batch, rows, clock)
+        if len(features.taps) < len(batch.input_ids):
+            states = (with_rows(getattr(features, f.name), len(batch.input_ids)) for f in fields(features))
+            features = Features(*states)
         last = batch.input_ids.shape[1] - 1
         slots = torch.arange(batch.labels.shape[-1], device=self.device)
         # [R, A, G]: position of slot k's predecessor, whose target state teaches the slot. Clamped where slots are masked.
@@ -61,32 +78,42 @@ class StepContext:
                 previous_tokens=previous,
                 embedding=self.heads.embedding,
                 detach_survival=self.objective_cfg.detach_survival,
+                positions=batch.positions,
+                starts=batch.starts,
+                chats=None if self.cfg.compile else batch.chats,  # groups of chats differ in shape from batch to batch
             )
         clock.mark("drafter")
-        loss, stats = self.objective(out, features, batch, where, totals)
+        loss, stats = self.objective(out, features, batch, where, used, totals)
         clock.mark("loss")
         return loss, stats
 
-    def objective(
-        self, out: DraftOutput, features: Features, batch: TrainBatch, where: Tensor, totals: Tensor | None
-    ) -> tuple[Tensor, ObjectiveStats]:
-        """The objective over the anchors in use; one masked block stands in where a rank has none."""
+    @staticmethod
+    def used(batch: TrainBatch) -> Tensor:
+        """int64 [N]: blocks in use, of R * A; one masked block stands in where a rank has none.
+
+        Found before the batch goes to the device: there it would be a wait for everything before it.
+        """
         used = batch.anchor_mask.flatten().clone()
         used[0] |= ~used.any()
+        return used.nonzero().flatten()
+
+    def objective(
+        self, out: DraftOutput, features: Features, batch: TrainBatch, where: Tensor, used: Tensor, totals: Tensor | None
+    ) -> tuple[Tensor, ObjectiveStats]:
+        """The objective over the blocks `used` int64 [N], of R * A."""
         rows, length = batch.input_ids.shape
         teacher = where + torch.arange(rows, device=self.device)[:, None, None] * length
 
         def pick(x: Tensor) -> Tensor:
-            return x.flatten(0, 1)[used]
+            return x.flatten(0, 1).index_select(0, used)
 
-        head = self.setup.drafter.markov_head
         reduced = features.lse is not None
         survival = out.survival_logits if self.objective_cfg.survival > 0 else None
-        return objective(
+        loss, stats = objective(
             cfg=self.objective_cfg,
             hidden=pick(out.hidden).to(self.dtype),
             correction=None if out.correction is None else pick(out.correction).to(self.dtype),
-            w2=None if head is None else head.markov_w2.weight.to(self.dtype),
+            w2=None if out.w2 is None else out.w2.to(self.dtype),
             lm_head=self.heads.draft_head,
             target_hidden=features.last_hidden.flatten(0, 1).to(self.dtype),
             target_index=pick(teacher),
@@ -101,12 +128,36 @@ class StepContext:
             target_lse=None if features.lse is None else features.lse.flatten(),
             target_top=None if features.top is None else features.top.flatten(),
         )
+        return with_unused(loss, self.objective_cfg, out, self.setup.drafter), stats
+
+
+def make_batches(
+    cfg: TrainConfig, rows: Sequence[TokenRow], accelerator: Accelerator, *, block_size: int, seed: int, **options: Any
+) -> Batches:
+    """This rank's micro-batches of `rows` as the recipe wants them. options: of Batches, instead of the recipe's.
+
+    Raises ValueError naming train.tokens_per_batch when a chat is longer.
+    """
+    packed = cfg.packing == "packed"
+    pad = Pad()
+    if cfg.compile:
+        pad = Pad(tokens=cfg.tokens_per_batch, anchors=32) if packed else Pad(rows=cfg.rows, tokens=64, anchors=8)
+    given: dict[str, Any] = {"anchor_share": cfg.anchor_share, "accumulation": cfg.accumulation, "pad": pad} | options
+    if packed:
+        given["tokens_per_batch"] = cfg.tokens_per_batch
+    try:
+        return Batches(
+            rows, rows_per_batch=cfg.rows, block_size=block_size, seed=seed, rank=accelerator.process_index,
+            world_size=accelerator.num_processes, **given,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ValueError(f"train.{error}") from error
 
 
 def micro_batches(batches: Batches, start: int) -> Iterator[tuple[TrainBatch, list[TokenRow]]]:
     """Micro-batches from the `start`-th on, epoch after epoch: a pure function of its arguments, so resuming needs no state."""
     index = start
     while True:
-        epoch, inside = divmod(index, len(batches))
+        epoch, inside = batches.locate(index)
         yield batches.batch(epoch, inside), [batches.rows[i] for i in batches.indices(epoch, inside)]
         index += 1

@@ -63,7 +63,8 @@ def model_card(config: Record, made: Record, *, title: str, target: str) -> str:
     export = made.get("export", {})
     parts = [
         _front_matter(made, title=title, target=target),
-        f"# {title}\n\nA draft model for speculative decoding of `{target}`: a DSpark block drafter trained with draftsmith. "
+        f"# {title}\n\nA draft model for speculative decoding of `{target}`: a DSpark block drafter "
+        f"{'written' if 'imported' in made else 'trained'} with draftsmith. "
         "It changes the speed of the target, never its output law.",
         "## Drafter\n\n" + _table(["", ""], _facts(config, made)),
     ]
@@ -121,9 +122,16 @@ def _facts(config: Record, made: Record) -> list[list[str]]:
         rows.append(["training", f"{made.get('steps')} steps, prompts {trained.get('data', {}).get('prompts')!r}"])
     chat = made.get("chat") or {}
     arguments = chat.get("template_args", trained.get("data", {}).get("template_args"))
-    rows.append(["chat template arguments", f"`{json.dumps(arguments or {})}`"])
+    unknown = "imported" in made and arguments is None
+    rows.append(["chat template arguments", "not known" if unknown else f"`{json.dumps(arguments or {})}`"])
+    if chat.get("tokenizer"):
+        rows.append(["tokeniser", f"the target's, sha256 {chat['tokenizer'][:16]}"])
+    if made.get("imported"):
+        rows.append(["imported from", made["imported"]["producer"]])
     if made.get("calibration"):
-        rows.append(["survival calibrated for", "; ".join(made["calibration"])])
+        rows.append(["survival calibrated for", "; ".join(made["calibration"]["fitted_for"])])
+    if made.get("costs"):
+        rows.append(["cost table", f"of {made['costs'].get('hardware')}, {made['costs'].get('threads')} threads"])
     return rows
 
 

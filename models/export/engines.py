@@ -163,21 +163,31 @@ def _check_slots(engine: str, subject: Subject) -> None:
 NATIVE_KEYS = (
     "architectures", "model_type", "sample_from_anchor", "block_size", "mask_token_id", "target_layer_ids",
     "num_target_layers", "markov_rank", "enable_confidence_head", "confidence_head_with_markov", "tie_word_embeddings",
-    "layer_types", "rope_parameters", "hidden_size", "head_dim", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "vocab_size", "rms_norm_eps", "attention_bias", "dtype",
+    "layer_types", "rope_parameters", "hidden_size", "head_dim", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "vocab_size", "draft_vocab_size", "rms_norm_eps", "attention_bias",
+    "hidden_act", "max_position_embeddings", "use_sliding_window", "dtype",
 )  # fmt: skip
 SPECULATORS_KEYS = (
     "architectures", "speculators_model_type", "speculators_version", "transformer_layer_config", "draft_vocab_size",
     "block_size", "aux_hidden_state_layer_ids", "mask_token_id", "markov_rank", "markov_head_type", "sample_from_anchor",
-    "enable_confidence_head", "confidence_head_with_markov", "tie_word_embeddings", "speculators_config", "dtype",
+    "enable_confidence_head", "confidence_head_with_markov", "tie_word_embeddings", "sliding_window_non_causal",
+    "speculators_config", "dtype",
 )  # fmt: skip
+LAYER_KEYS = (  # of the nested config
+    "model_type", "hidden_size", "head_dim", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "vocab_size", "rms_norm_eps", "attention_bias", "hidden_act", "max_position_embeddings",
+    "layer_types", "rope_parameters", "use_sliding_window",
+)  # fmt: skip
+ARCHITECTURES = {"native": ("Qwen3DSparkModel",), "speculators": ("DSparkSpeculator", "DSparkDraftModel")}
 
 
 def unstated(subject: Subject) -> list[str]:
     """Keys that some reader defaults differently, and that the config.json to be written does not state."""
     file = subject.file
     if subject.layout == "speculators":
-        return [key for key in SPECULATORS_KEYS if key not in file]
+        nested = file.get("transformer_layer_config", {})
+        inner = [f"transformer_layer_config.{key}" for key in LAYER_KEYS if nested and key not in nested]
+        return [key for key in SPECULATORS_KEYS if key not in file] + inner
     keys = [*NATIVE_KEYS, *(["markov_head_type"] if subject.config["markov_rank"] else [])]
     return [key for key in keys if key not in file]
 
@@ -199,6 +209,11 @@ def _aux_ok(subject: Subject) -> bool:
 def _type_ok(subject: Subject) -> bool:
     found = subject.file.get("model_type")
     return found is None if subject.layout == "speculators" else found == "qwen3"
+
+
+def _architecture_ok(subject: Subject) -> bool:
+    found = subject.file.get("architectures") or []
+    return len(found) == 1 and found[0] in ARCHITECTURES[subject.layout]
 
 
 def _rope(subject: Subject) -> Any:
@@ -286,6 +301,12 @@ RULES: tuple[Rule, ...] = (
         lambda s: s.file.get("model_type"), _type_ok,
         "tells the layouts apart by it (qwen3 in the native one, absent in speculators')",
         "a fault of the exporter: report it",
+    ),
+    Rule(
+        "architectures", EVERY,
+        lambda s: s.file.get("architectures"), _architecture_ok,
+        "picks the model's class by it, and takes every other name for another model",
+        "write Qwen3DSparkModel in the native layout, DSparkSpeculator in speculators'",
     ),
     Rule(
         "tie_word_embeddings", EVERY,

@@ -17,11 +17,13 @@ from torch import Tensor
 from ..config import DSparkConfig, default_tap_layers
 from ..draft import FrozenHeads
 from ..dspark import DSpark
+from ..lora import merge_state
 from .folder import staged
 
 REQUIRED = (
     "sample_from_anchor", "mask_token_id", "target_layer_ids", "num_target_layers", "block_size", "markov_rank",
-    "enable_confidence_head",
+    "enable_confidence_head", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "rms_norm_eps", "vocab_size",
 )  # fmt: skip
 FROZEN = ("embed_tokens.weight", "lm_head.weight")
 
@@ -68,8 +70,7 @@ def build_config(target_config: Any, cfg: DSparkConfig, *, mask_token_id: int, t
     }
     if rank > 0:
         config["markov_head_type"] = head
-    if cfg.draft_vocab_size is not None:
-        config["draft_vocab_size"] = cfg.draft_vocab_size
+    config["draft_vocab_size"] = text.vocab_size if cfg.draft_vocab_size is None else cfg.draft_vocab_size
     return config
 
 
@@ -99,27 +100,36 @@ def save(
     *,
     dtype: torch.dtype = torch.bfloat16,
     extra: dict[str, Any] | None = None,
+    state: dict[str, Tensor] | None = None,
 ) -> Path:
     """Write the folder atomically (a half-written one never bears the final name). Returns the folder.
 
     `extra` is written as draftsmith.json. See `write` for the rest.
     """
     with staged(folder) as temporary:
-        write(temporary, drafter, heads, dtype=dtype)
+        write(temporary, drafter, heads, dtype=dtype, state=state)
         if extra is not None:
             (temporary / "draftsmith.json").write_text(json.dumps(extra, indent=2) + "\n")
     return folder
 
 
 def write(
-    folder: Path, drafter: DSpark, heads: FrozenHeads, *, dtype: torch.dtype = torch.bfloat16, with_heads: bool = True
+    folder: Path,
+    drafter: DSpark,
+    heads: FrozenHeads,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    with_heads: bool = True,
+    state: dict[str, Tensor] | None = None,
 ) -> None:
     """Write config.json and model.safetensors into an existing folder, which is not done atomically: see `staged`.
 
     with_heads: the target's embedding and LM head go along (DeepSpec needs them). A reduced vocabulary always brings its head.
+    state: the drafter's whole state dict, where its own is sharded over processes.
     """
     config = file_config(drafter, dtype)
-    tensors = file_tensors(drafter, heads, dtype, embedding=with_heads, head=with_heads or heads.draft_ids is not None)
+    head = with_heads or heads.draft_ids is not None
+    tensors = file_tensors(drafter, heads, dtype, embedding=with_heads, head=head, state=state)
     save_tensors(tensors, folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -133,11 +143,17 @@ def save_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
 
 def file_config(drafter: DSpark, dtype: torch.dtype) -> dict[str, Any]:
     """config.json of a drafter in the native layout, every key explicit."""
-    return {**drafter.config, "dtype": str(dtype).removeprefix("torch.")}
+    return {**drafter.config, "draft_vocab_size": drafter.draft_vocab_size, "dtype": str(dtype).removeprefix("torch.")}
 
 
 def file_tensors(
-    drafter: DSpark, heads: FrozenHeads, dtype: torch.dtype, *, embedding: bool = True, head: bool = True
+    drafter: DSpark,
+    heads: FrozenHeads,
+    dtype: torch.dtype,
+    *,
+    embedding: bool = True,
+    head: bool = True,
+    state: dict[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """The tensors of both layouts: the drafter's, the frozen ones asked for, and the vocabulary map.
 
@@ -145,7 +161,7 @@ def file_tensors(
     """
     tensors = {
         name.replace("_orig_mod.", ""): value.detach().to("cpu", dtype).contiguous()
-        for name, value in drafter.state_dict().items()
+        for name, value in merge_state(drafter.state_dict() if state is None else state).items()
     }
     if embedding:
         tensors["embed_tokens.weight"] = heads.embedding.to("cpu", dtype).clone().contiguous()
@@ -191,10 +207,30 @@ def check_config(config: dict[str, Any], where: str) -> None:
             "at the anchor's own slot)"
         )
     check_taps(config["target_layer_ids"], config["num_target_layers"])
+    _check_layers(config, where)
     if not 0 <= config["mask_token_id"] < config["vocab_size"]:
         raise ValueError(f"{where}: mask_token_id: {config['mask_token_id']} outside [0, {config['vocab_size'] - 1}]")
     if config["markov_rank"] > 0 and config.get("markov_head_type") not in ("vanilla", "gated", "rnn"):
         raise ValueError(f"{where}: markov_head_type: {config.get('markov_head_type')!r} must be vanilla, gated or rnn")
+    if config["enable_confidence_head"] and not isinstance(config.get("confidence_head_with_markov"), bool):
+        raise ValueError(
+            f"{where}: confidence_head_with_markov: {config.get('confidence_head_with_markov')!r} must be true or false; readers "
+            "default it differently"
+        )
+
+
+def _check_layers(config: dict[str, Any], where: str) -> None:
+    """Refuses layers that ours would compute otherwise than the file means, without a word from any tensor's shape."""
+    theta = (config.get("rope_parameters") or {}).get("rope_theta")
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)):
+        raise ValueError(f"{where}: missing rope_parameters.rope_theta; readers default it differently")
+    kinds = config.get("layer_types") or ["full_attention"]
+    if set(kinds) != {"full_attention"} or config.get("use_sliding_window"):
+        raise ValueError(f"{where}: layer_types: {sorted(set(kinds))} are not supported; only full_attention is")
+    if config.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"{where}: hidden_act: {config['hidden_act']!r} is not supported; only silu is")
+    if config.get("attention_bias"):
+        raise ValueError(f"{where}: attention_bias: true is not supported")
 
 
 def load(folder: Path, *, embedding: Tensor, lm_head: Tensor, dtype: torch.dtype = torch.float32) -> tuple[DSpark, FrozenHeads]:
@@ -219,12 +255,16 @@ def assemble(
 ) -> tuple[DSpark, FrozenHeads]:
     """Drafter and heads out of a checked native config and a file's tensors; see `load`. `where` begins every message."""
     tensors = dict(tensors)
-    d2t, _ = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     draft_ids = None if d2t is None else d2t + torch.arange(len(d2t))
     if draft_ids is None and config.get("draft_vocab_size") not in (None, config["vocab_size"]):
         raise ValueError(f"{where}: draft_vocab_size: {config['draft_vocab_size']} without a d2t tensor")
     if draft_ids is not None and not 0 <= int(draft_ids.min()) <= int(draft_ids.max()) < config["vocab_size"]:
         raise ValueError(f"{where}: d2t leads to ids outside [0, {config['vocab_size'] - 1}]; it must hold offsets: id - row")
+    if draft_ids is not None and not _one_to_one(draft_ids, t2d):
+        raise ValueError(
+            f"{where}: d2t leads to the same id twice, or to others than t2d marks; it must hold offsets: id - row"
+        )
     frozen = {name: tensors.pop(name, None) for name in FROZEN}
     drafter = DSpark(config)
     fill(drafter, tensors, where)
@@ -241,6 +281,12 @@ def assemble(
             )
     drafter = drafter.to(device=embedding.device, dtype=dtype).eval()
     return drafter, heads
+
+
+def _one_to_one(draft_ids: Tensor, t2d: Tensor | None) -> bool:
+    """Whether the ids [Vd] are distinct, and those that t2d bool [V] marks where the file brings it."""
+    ids = draft_ids.sort().values
+    return bool((ids[1:] > ids[:-1]).all()) and (t2d is None or torch.equal(t2d.nonzero().flatten(), ids))
 
 
 def fill(drafter: DSpark, tensors: dict[str, Tensor], where: str) -> None:

@@ -86,6 +86,11 @@ def from_config(found: dict[str, Any], where: str, *, num_target_layers: int | N
     if found.get("sliding_window_non_causal"):
         raise ValueError(f"{where}: sliding_window_non_causal: true is not supported; only full attention inside the block")
     layers = dict(found["transformer_layer_config"])
+    width = found.get("target_hidden_size")
+    if width not in (None, layers.get("hidden_size")):
+        raise ValueError(
+            f"{where}: target_hidden_size: {width} is not supported; the drafter's own width is {layers.get('hidden_size')}"
+        )
     verifier = (found.get("speculators_config") or {}).get("verifier") or {}
     dspark = kind == "dspark"
     rank = found.get("markov_rank", 256) if dspark else 0
