@@ -97,7 +97,7 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> Record:
     from draftsmith.cli.allocator import keep_freed_memory
 
     keep_freed_memory()
-    sizes = replace(QUICK, rows=24) if args.quick else Sizes(rows=700, steps=280)
+    sizes = replace(QUICK, rows=24) if args.quick else Sizes(rows=640, steps=280)
     if args.steps:
         sizes = replace(sizes, steps=args.steps)
     names = [name for name in SOURCES if name == BASE or name in args.sources]

@@ -129,7 +129,7 @@ def environment(python: Path) -> dict[str, str]:
     return found
 
 
-def run_vllm(python: Path, job: Record, place: Path, *, timeout: float = 1200.0) -> Record:
+def run_vllm(python: Path, job: Record, place: Path, *, timeout: float = 3600.0) -> Record:
     """One run of interop_vllm.py. RuntimeError with the last lines where it fails."""
     asked, result = place / "job.json", place / "result.json"
     asked.write_text(json.dumps({**job, "result": str(result)}), encoding="utf-8")

@@ -107,7 +107,7 @@ def _cache(recipe: Recipe, facts: Any, measured: float | None) -> dict[str, Any]
     return {
         "hidden_size": facts.hidden_size, "num_taps": len(taps), "dtype": recipe.target.dtype,
         "lse": drafter.draft_vocab_size is not None, "tokens_per_second": speed, "basis": basis,
-        "features": recipe.data.features,
+        "features": recipe.data.features, "storage": recipe.data.cache_storage,
     }  # fmt: skip
 
 

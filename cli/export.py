@@ -230,7 +230,9 @@ def _chat(recipe: Recipe, target: Target) -> Record:
     """Tokeniser and template arguments, as training records them."""
     from ..train.stage import Parts, chat_record
 
-    parts = Parts(recipe.target, recipe.data, recipe.drafter, recipe.objective, recipe.train, recipe.seed)
+    parts = Parts(
+        target=recipe.target, data=recipe.data, drafter=recipe.drafter, objective=recipe.objective, train=recipe.train
+    )  # fmt: skip
     return chat_record(parts, target)
 
 

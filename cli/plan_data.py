@@ -74,6 +74,7 @@ def make(recipe: Any, *, speed: float | None = None, answer_speed: float | None 
     from ..models.config import default_tap_layers
     from ..models.facts import target_facts
     from ..train.feature_cache import epochs_per_micro_batch
+    from ..train.strategy import resolved
 
     rows, missing = _lengths(recipe)
     facts, data, train = target_facts(recipe.target), recipe.data, recipe.train
@@ -84,6 +85,7 @@ def make(recipe: Any, *, speed: float | None = None, answer_speed: float | None 
     }  # fmt: skip
     whole = sum(row_bytes(length, manifest) for length, _ in rows)
     world = train.expected_world_size or 1
+    train = resolved(train, world)
     stand_in = [_Row(range(length)) for length, _ in rows]
     epochs = train.steps * train.accumulation * epochs_per_micro_batch(train, stand_in, world)  # type: ignore[arg-type]
     budget = whole if data.cache_gib is None else int(data.cache_gib * GIB)
@@ -198,12 +200,15 @@ def _free(folder: Path) -> int:
 
 def lines(plan: DataPlan, recipe: Any) -> list[tuple[str, str]]:
     """The plan in words: (name, text)."""
+    from ..train.strategy import resolved
+
     data, world = recipe.data, recipe.train.expected_world_size or 1
+    together = resolved(recipe.train, world).accumulation * world
     most = data.generation.max_new_tokens
     lengths = "as answered" if plan.measured else f"answers not made yet are taken as {most} tokens, the most"
     out = [
         ("rows", f"{plan.rows} with {plan.tokens:,} tokens, {plan.supervised:,} supervised ({lengths})"),
-        ("epochs", f"{plan.epochs:.2f} ({recipe.train.steps} steps of {recipe.train.accumulation * world} micro-batches)"),
+        ("epochs", f"{plan.epochs:.2f} ({recipe.train.steps} steps of {together} micro-batches)"),
     ]
     if plan.answer_seconds:
         out.append(

@@ -204,7 +204,8 @@ class DataConfig:
         metadata={"help": "target features: computed in each step, kept on disk as the epochs go, or computed ahead onto disk"},
     )
     cache_gib: float | None = field(
-        default=None, metadata={"help": "most GiB of features on disk, of all ranks; null = no limit (docs/features.md)", "gt": 0.0}
+        default=None,
+        metadata={"help": "most GiB of features on disk, of all ranks; null = no limit (docs/features.md)", "gt": 0.0},
     )
     cache_storage: Literal["target", "fp8", "int8"] = field(
         default="target", metadata={"help": "taps on disk in the target's number format, or in 8 bits with scales"}

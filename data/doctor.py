@@ -162,8 +162,8 @@ def examine(
 ) -> dict[str, Any]:
     """Everything that doctor.json holds.
 
-    cache: hidden_size, num_taps, dtype, lse, tokens_per_second and basis (in words) for the estimate; epochs: that the recipe
-    trains; extra: findings from elsewhere.
+    cache: hidden_size, num_taps, dtype, lse, storage, tokens_per_second and basis (in words) for the estimate; epochs: that
+    the recipe trains; extra: findings from elsewhere.
     """
     findings = [*find_all(subject, probe), *extra]
     findings.sort(key=lambda finding: ("error", "warning", "note").index(finding.level))
@@ -431,7 +431,7 @@ def cache_estimate(rows: Iterable[TokenRow], facts: Mapping[str, Any]) -> dict[s
     """Bytes and seconds of a feature cache of these rows. facts: see `examine`."""
     manifest = {
         "hidden_size": facts["hidden_size"], "tap_layers": range(facts["num_taps"]), "dtype": facts["dtype"],
-        "lse": facts["lse"],
+        "lse": facts["lse"], "storage": facts.get("storage", "target"),
     }  # fmt: skip
     lengths = [len(row.input_ids) for row in rows]
     speed = facts.get("tokens_per_second")

@@ -140,7 +140,8 @@ class FeatureStore:
             except (OSError, ValueError, KeyError, TypeError):
                 whole, shard = False, _Shard(path, [], 0, "", own)
             if not whole:
-                self._tear(name, shard)
+                if own:  # another rank's may be on its way here, or out
+                    self._tear(name, shard)
                 continue
             self._add(name, shard)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +16,7 @@ INFORMATION = frozenset({"versions", "batch_size", "answered_by"})  # recorded, 
 
 def write_atomic(path: Path, text: str) -> None:
     """Write a file so that it is either absent, the old one, or complete; several processes may write the same one."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")  # nodes may share the disk
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)

@@ -39,7 +39,8 @@ class FrozenHeads:
         """The same heads in another dtype (no copy when it already is)."""
         full = self.lm_head.to(dtype)
         draft = full if self.draft_ids is None else self.draft_head.to(dtype)
-        return FrozenHeads(self.embedding.to(dtype), full, draft, self.draft_ids)
+        tied = self.embedding.data_ptr() == self.lm_head.data_ptr() and self.embedding.shape == self.lm_head.shape
+        return FrozenHeads(full if tied else self.embedding.to(dtype), full, draft, self.draft_ids)
 
 
 class DraftOutput(NamedTuple):

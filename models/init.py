@@ -80,12 +80,14 @@ def read_start(folder: str, num_target_layers: int, layout: str | None = None) -
     try:
         found = importers.read(Path(folder), layout=layout, num_target_layers=num_target_layers)
     except ValueError as error:  # a recipe has a key where the command line has an option
-        text = str(error).replace("name it with --layout anchor-first or --layout fill-in", "name it as checkpoint_layout anchor-first or fill-in")
+        text = str(error).replace(
+            "name it with --layout anchor-first or --layout fill-in", "name it as checkpoint_layout anchor-first or fill-in"
+        )
         raise ValueError(f"drafter.checkpoint: {text}") from None
     if layout is None and not found.config["sample_from_anchor"]:
         raise ValueError(
-            f"drafter.checkpoint: {folder} is a fill-in drafter and training is anchor-first: every slot would learn the position "
-            "behind its own; name drafter.checkpoint_layout fill-in to start from its weights all the same"
+            f"drafter.checkpoint: {folder} is a fill-in drafter and training is anchor-first: every slot would learn the "
+            "position behind its own; name drafter.checkpoint_layout fill-in to start from its weights all the same"
         )
     if not found.config["sample_from_anchor"]:
         note = "its blocks are fill-in and training is anchor-first: every slot learns the position behind its own"
@@ -112,7 +114,10 @@ def adopt(cfg: DSparkConfig, found: importers.Imported) -> DSparkConfig:
 
 def start_config(config: dict[str, Any], found: importers.Imported) -> dict[str, Any]:
     """The config to build: the recipe's, with the sizes of the layers that only the checkpoint knows."""
-    return {**config, **{key: found.config[key] for key in BROUGHT}}
+    brought = {key: found.config[key] for key in BROUGHT}
+    if found.config["enable_confidence_head"] and not found.config["markov_rank"]:
+        brought["confidence_head_with_markov"] = False  # its survival head has no input for a correction head that is added
+    return {**config, **brought}
 
 
 def start_ids(found: importers.Imported) -> Tensor | None:

@@ -181,8 +181,7 @@ class LoadAware:
     already knew all there is to know, and its m best are verified.
 
     Where rows go undrafted, a cycle that drafts them all probes from time to time. The interval doubles from `probe` to 256
-    cycles while probes change nothing, starts again when rows leave, and is always so long that probing costs at most half a
-    percent of the time.
+    cycles while probes change nothing, starts again when rows leave, and keeps the cost of probing below half a percent.
 
     hysteresis: relative gain that a change of mode or slots must promise. replan: cycles for which a plan stands, and after
     which what they showed is learnt; up to four times as long while it does not change. clock (in seconds): where given, cycles
@@ -227,7 +226,7 @@ class LoadAware:
         self._looking_ms = looking_ms
         self._looks: dict[tuple[int, bool], Looking] = {}  # by rows and kind
         self._lengths: tuple[list[int], Tensor] | None = None  # of the present choice, by planned rows
-        self._judged: tuple[Looking, int, CycleCosts] | None = None  # what the cycles that wait to be learnt will be judged by
+        self._judged: tuple[Looking, int, CycleCosts] | None = None  # what judges the cycles that wait to be learnt
         self._timing = Timing(clock) if clock is not None else None
 
     # ---- the scheduler's contract ---------------------------------------------------------------------------------------
@@ -494,7 +493,7 @@ class _Queue:
 
     def take(self) -> tuple[tuple[list[int], bool], NDArray[np.int64], NDArray[np.int64], Floats | None]:
         """(rows and kind, lengths [C, B], accepted [C, B], survivals [C, B, g] or None) of the C cycles that waited."""
-        # the commits of these cycles have waited for the device: their survivals are there
+        # the commits of these cycles have waited for the device
         live = torch.stack(self.survivals).detach().double().cpu().numpy() if self.survivals else None
         found = self.key, np.array(self.lengths), np.array(self.accepted), live
         self.__init__()  # type: ignore[misc]

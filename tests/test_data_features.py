@@ -251,6 +251,18 @@ def test_ranks_share_a_folder_and_its_budget(tmp_path):
     assert alone.stats.bytes == on_disk(tmp_path / "f"), "with fewer ranks the shards of the others are ours"
 
 
+def test_another_ranks_shard_that_is_not_whole_here_is_left_alone(tmp_path):
+    # a network disk shows the side file before all of the shard
+    filled(tmp_path / "f", rank=1, world=2)
+    shard = sorted((tmp_path / "f").glob("shard-1-*.safetensors"))[0]
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-20])
+    other = opened(tmp_path / "f", rank=0, world=2)
+    assert other.read(0) is None and other.stats.torn == 0 and shard.with_suffix(".json").is_file()
+    shard.write_bytes(content)
+    assert torch.equal(other.read(0).taps, features(ROWS[0]).taps)
+
+
 # ---- storage in 8 bits ----------------------------------------------------------------------------------------------
 
 

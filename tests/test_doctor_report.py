@@ -104,6 +104,8 @@ def test_page_is_self_contained_and_colours_what_is_supervised(tmp_path):
     assert "<script" not in html and "src=" not in html and "href=" not in html and "url(" not in html
     tokens = sum(len(row.input_ids) for row in subject.rows)
     assert report["cache"]["bytes"] == tokens * (32 * 3 * 2 + 8) and report["cache"]["seconds"] == tokens / 10
+    eighth = doctor.cache_estimate(subject.rows, cache | {"storage": "int8"})  # two taps of 32 bytes and a scale each
+    assert eighth["bytes"] == tokens * (2 * (32 + 4) + 32 * 2 + 8)
     assert len(report["samples"]) == 5 and html.count('<div class="text">') >= 5
     sample = report["samples"][0]
     start = html.index(f"<h3>{sample['id']}")

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from draftsmith.data.batch import collate
 from draftsmith.data.features import estimate_bytes
 from draftsmith.losses.reduce import denominators
 from draftsmith.recipes.schema import load_recipe
-from draftsmith.train import checkpoint, feature_cache
+from draftsmith.train import checkpoint, feature_cache, features
 from draftsmith.train.features import Schedule
 from draftsmith.train.metrics import Clock
 from draftsmith.train.step import StepContext
@@ -134,6 +135,26 @@ def test_schedule_of_a_recipe():
     tokens = sum(len(row.input_ids) for row in rows)
     packed = parts_of(train=dict(packing="packed", tokens_per_batch=50)).train
     assert feature_cache.epochs_per_micro_batch(packed, rows, 1) == pytest.approx(50 / tokens)
+
+
+def test_the_schedule_counts_the_accumulation_that_global_rows_gives(tmp_path):
+    # with the recipe's own accumulation of 1 the run would end within the first epoch, and nothing would be worth keeping
+    parts = parts_of(data=dict(features="hybrid"), train=dict(steps=3, rows=2, global_rows=8))
+    setup = setup_of(parts, rows_of(8), tmp_path)
+    assert setup.source.schedule.total == pytest.approx(3.0)
+    train(parts, setup, tmp_path)
+    assert (setup.source.store.stats.misses, setup.source.store.stats.hits) == (8, 16)
+    recipe = load_recipe("smoke", ["data.limit=12", "train.steps=30", "train.rows=4", "train.global_rows=8"]).value
+    assert make(recipe, speed=1000.0).epochs == pytest.approx(20.0)
+
+
+def test_a_copy_to_the_cpu_is_waited_for():
+    # a device's states for a batch that a thread prepares on the CPU: read before they have arrived, they would be garbage
+    asked = []
+    states = SimpleNamespace(to=lambda device, non_blocking: asked.append((device.type, non_blocking)))
+    for name in ("cpu", "cuda"):
+        features._moved(states, torch.device(name))
+    assert asked == [("cpu", False), ("cuda", True)]
 
 
 # ---- full disk ------------------------------------------------------------------------------------------------------

@@ -235,6 +235,20 @@ def test_a_server_of_other_layers_or_weights_is_noticed(folder, whole, tmp_path,
         self_test(remote(folder, server, kind), TAPS)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_heads_of_a_served_target_are_copied_to_the_device_once(tied):
+    from draftsmith.data.openai_client import OpenAIClient
+    from draftsmith.train.target_remote import RemoteTarget
+
+    cfg = TargetConfig(placement="remote", server="http://h:1")
+    model = tiny_model(tie_word_embeddings=tied)
+    target = RemoteTarget(model, None, "", cfg, OpenAIClient("http://h:1", concurrency=1), "meta")
+    assert target.dtype == torch.float32 and not target._heads, "asked for with every request: no copy"
+    first = target.embedding_weight
+    assert first.is_meta and target.embedding_weight is first
+    assert (target.lm_head_weight is first) == tied and target.lm_head_weight is target.lm_head_weight
+
+
 def test_states_of_other_tokens_are_refused(folder, whole, tmp_path):
     class Mixed(StateServer):
         def write(self, tokens):

@@ -98,7 +98,7 @@ def test_widened_drafter_gives_the_same_logits_to_its_old_choices(tmp_path):
     others = torch.tensor([t for t in range(new.shape[-1]) if t not in DRAFT_IDS.tolist()])
     torch.testing.assert_close(new[..., others], (out.hidden @ full.lm_head.T)[..., others])
     native.save(tmp_path / "wide", wide, full, dtype=torch.float32)
-    assert native.read_config(tmp_path / "wide").get("draft_vocab_size") is None
+    assert native.read_config(tmp_path / "wide")["draft_vocab_size"] == new.shape[-1]
     assert interop_engine.widen(wide, full)[0] is wide
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -175,6 +176,32 @@ def test_the_target_reads_no_other_chat():
             torch.testing.assert_close(found.taps[0, span], want.taps[0], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(found.last_hidden[0, span], want.last_hidden[0], rtol=1e-5, atol=1e-5)
             start = span.stop
+
+
+def test_the_host_waits_for_no_state_of_a_packed_row():
+    # On a GPU, an index of unknown length or a number that is read stops the host until the target's forward is through.
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from draftsmith.models.target import TargetFeatures
+
+    used = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            masks = args[1] if func.overloadpacket.__name__ in ("index", "index_put", "index_put_") else ()
+            used.append(f"{func.overloadpacket.__name__}{' by mask' * any(t.dtype == torch.bool for t in masks)}")
+            return func(*args, **(kwargs or {}))
+
+    def states(ids, mask, taps, position_ids=None):
+        return TargetFeatures(ids[..., None].float(), ids[..., None].float())
+
+    target = SimpleNamespace(config=None, collective=False, features=states)
+    batch = collate(rows_of(9), None, 4, anchor_share=0.5, packed=True, pad=Pad(tokens=8))
+    with Noting():
+        found = packed_states(target, (0,), batch)
+    assert torch.equal(found.taps[..., 0].long(), batch.input_ids) and torch.equal(found.taps, found.last_hidden)
+    waits = [name for name in used if name in ("nonzero", "_local_scalar_dense", "masked_select") or "by mask" in name]
+    assert used and not waits
 
 
 def test_a_sharded_target_is_called_equally_often():

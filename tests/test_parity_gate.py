@@ -235,7 +235,9 @@ MACHINE = {"hardware": "a CPU", "threads": 2, "dtype": "bfloat16"}
 CELL = {"domain": "code", "temperature": 0.0, "concurrency": 1, "context": 40}
 REPORT = {
     "environment": MACHINE, "lossless": {"verdict": True},
-    "cells": [{**CELL, "tau": 2.5, "speedup": 1.4, "speedup_interval": [1.3, 1.5], "acceptance_per_slot": [0.8, 0.7, 0.5, None]}],
+    "cells": [
+        {**CELL, "tau": 2.5, "speedup": 1.4, "speedup_interval": [1.3, 1.5], "acceptance_per_slot": [0.8, 0.7, 0.5, None]},
+    ],
 }  # fmt: skip
 SIDES = {
     "plain": {"tokens_per_second": 10.0, "speedup": 1.0, "tau": 1.0, "length_mean": 0.0},
@@ -303,7 +305,7 @@ def test_export_and_import_of_the_speculators_layout_round_trips(trained, tmp_pa
 
 
 def test_a_fill_in_drafter_of_another_producer_comes_in_and_goes_out_again(trained, tmp_path, capsys):
-    """z-lab's file: refused until its layout is told, imported aloud, exported to the engine that loads it, and back the same."""
+    """z-lab's file: refused until its layout is told, imported aloud, exported to who loads it, and still the same bytes."""
     _, output = trained
     name = json.loads((output / "recipe.lock.json").read_text())["target"]["name"]
     target, theirs, ours = chat_target(), tmp_path / "theirs", tmp_path / "ours"
@@ -313,7 +315,13 @@ def test_a_fill_in_drafter_of_another_producer_comes_in_and_goes_out_again(train
     heads = FrozenHeads.build(target.embedding_weight, target.lm_head_weight, None)
     theirs.mkdir()
     native.write(theirs, DSpark(config), heads, dtype=torch.float32, with_heads=False)
-    for key in ("sample_from_anchor", "markov_rank", "enable_confidence_head", "confidence_head_with_markov", "draft_vocab_size"):
+    for key in (
+        "sample_from_anchor",
+        "markov_rank",
+        "enable_confidence_head",
+        "confidence_head_with_markov",
+        "draft_vocab_size",
+    ):
         edit(theirs, **{key: None})
     nested = {key: config[key] for key in ("target_layer_ids", "mask_token_id")}
     edit(theirs, architectures=["DFlashDraftModel"], dflash_config=nested, target_layer_ids=None, mask_token_id=None)

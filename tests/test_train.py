@@ -301,6 +301,19 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path):
     assert all(torch.equal(v, before[k]) for k, v in weights(tmp_path).items()) and log_of(tmp_path) == log
 
 
+def test_a_finished_run_with_another_step_size_is_not_taken_for_this_one(tmp_path: Path):
+    train_with = lambda **settings: parts_of(train=dict(steps=2) | settings)  # noqa: E731
+    train(train_with(), setup_of(train_with(), rows_of(4), tmp_path), tmp_path)
+    before = weights(tmp_path)
+    other = train_with(rows=4)
+    assert not stage.is_trained(tmp_path, other, PROMPTS)
+    with pytest.raises(ValueError, match=r"a step of that run has 2 rows .* this one 4"):
+        train(other, setup_of(other, rows_of(4), tmp_path), tmp_path)
+    same = train_with(rows=1, accumulation=2)  # the same rows in every step: its checkpoint is taken
+    train(same, setup_of(same, rows_of(4), tmp_path), tmp_path)
+    assert all(torch.equal(value, before[name]) for name, value in weights(tmp_path).items())
+
+
 @pytest.mark.parametrize(
     "changes",
     [dict(objective=dict(kl=0.5)), dict(seed=4), dict(train=dict(steps=2, lr=1e-3)), dict(data=dict(max_length=99))],

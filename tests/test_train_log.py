@@ -132,6 +132,18 @@ def test_a_killed_run_leaves_all_committed_rows(tmp_path: Path):
     assert found.exit_code is None and found.steps == list(range(1, 21)) and (tmp_path / "wandb_step").read_text() == "20"
 
 
+def test_a_log_that_cannot_be_rewritten_stays_whole(tmp_path: Path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    path.with_name("train.jsonl.tmp").mkdir()  # as a full disk: the new file cannot be written
+    with pytest.raises(OSError):
+        log_module._truncate(path, 1)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"st'
+    path.with_name("train.jsonl.tmp").rmdir()
+    log_module._truncate(path, 1)
+    assert path.read_text() == '{"step": 1}\n' and [p.name for p in tmp_path.iterdir()] == ["train.jsonl"]
+
+
 def test_without_a_login_online_goes_offline_and_asks_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *a: pytest.fail("asked"))
     log = TrainLog(

@@ -57,8 +57,12 @@ def test_a_fill_in_drafter_is_a_start_that_is_said_aloud(tmp_path: Path, make):
 def test_a_told_layout_is_said_in_training_too(tmp_path: Path):
     said = []
     parts = start(deepspec(tmp_path / "theirs", head="none"), checkpoint_layout="anchor-first")
-    stage.build_setup(parts, tiny_target(), rows_of(6), tmp_path, said.append)
+    setup = stage.build_setup(parts, tiny_target(), rows_of(6), tmp_path, said.append)
     assert any("warning: drafter.checkpoint: block layout anchor-first as told" in line for line in said), said
+    assert setup.drafter.config["confidence_head_with_markov"] is False and setup.drafter.markov_head is not None
+    theirs = load_file(tmp_path / "theirs" / "model.safetensors")["confidence_head.proj.weight"]
+    assert torch.equal(setup.drafter.confidence_head.proj.weight, theirs.float())
+    train(parts, setup, tmp_path)
 
 
 LAYOUTS = {

@@ -10,7 +10,8 @@ from typing import Literal
 # (the rows of a whole step may not change).
 LAUNCH_KEYS = frozenset(
     ("rows", "accumulation", "global_rows", "expected_world_size", "expected_strategy", "collective_timeout", "log_every",
-     "checkpoint_every", "keep_last", "async_checkpoints")
+     "checkpoint_every", "keep_last", "async_checkpoints", "tracker", "project", "wandb_mode", "wandb_artifact", "prefetch",
+     "peak_tflops")
 )  # fmt: skip
 # Where the target's states are computed and kept, not what they are: these may change as well.
 PLACED_KEYS = frozenset(
@@ -142,5 +143,5 @@ def check_tracker(cfg: TrainConfig) -> None:
     if package != "none" and importlib.util.find_spec(package) is None:
         raise ValueError(
             f"train.tracker: {cfg.tracker!r} needs the package {package}, which is not installed; `pip install {package}`, or "
-            "choose wandb or none"
+            f"choose {' or '.join(name for name in ('wandb', 'tensorboard', 'none') if name != package)}"
         )

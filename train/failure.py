@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -14,6 +16,7 @@ from types import FrameType
 import torch.distributed as dist
 from accelerate import Accelerator
 
+PR_SET_PDEATHSIG = 1
 TEARDOWN_SECONDS = 20.0  # after a failure, for closing files and trackers
 
 
@@ -26,6 +29,13 @@ class Stopped(SystemExit):
 
     def __str__(self) -> str:
         return f"stopped by SIGTERM and saved after step {self.step}; the same command goes on from there"
+
+
+def follow_launcher() -> None:
+    """Under a launcher, get a SIGTERM when it dies (Linux): it would otherwise leave processes behind that train on."""
+    if "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
 class StopSignal:
@@ -101,7 +111,8 @@ def finish(accelerator: Accelerator) -> None:
     """
     if accelerator.num_processes == 1:
         return
-    dist.barrier()
+    with contextlib.suppress(RuntimeError):  # another one may be through the barrier and gone already: all work is done
+        dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

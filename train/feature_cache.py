@@ -15,6 +15,7 @@ from ..data.manifest import target_identity
 from ..models.target import Target
 from .config import TrainConfig
 from .features import FeatureSource, OnlineFeatures, Schedule, StoredFeatures, fill
+from .strategy import resolved
 
 if TYPE_CHECKING:
     from .stage import Parts
@@ -42,7 +43,7 @@ def make_source(
         output / "features", rows, manifest_of(parts, target, tap_layers, rows, law=law), rank=rank, world=world,
         max_bytes=None if gib is None else int(gib * 2**30), attention=attention_share(target),
     )  # fmt: skip
-    schedule = schedule_of(parts.train, training, world)
+    schedule = schedule_of(resolved(parts.train, world), training, world)
     source = StoredFeatures(store, target, tap_layers, with_law=law, schedule=schedule, training=training)
     if parts.data.features == "cached":
         fill(source, say=say)

@@ -185,13 +185,18 @@ def place(found: Sequence[RowFeatures], batch: TrainBatch, target: Target, taps:
         pairs = ((out.taps, item.taps), (out.last_hidden, item.last_hidden), (out.lse, item.lse), (out.top, item.top))
         for padded, values in pairs:
             if padded is not None and values is not None:
-                padded[number, : len(values)] = values.to(device, non_blocking=True)
+                padded[number, : len(values)] = _moved(values, device)
     return out
 
 
 def _on(item: RowFeatures, device: torch.device) -> RowFeatures:
     parts = (item.taps, item.last_hidden, item.lse, item.top)
-    return RowFeatures(*(None if part is None else part.to(device, non_blocking=True) for part in parts))
+    return RowFeatures(*(None if part is None else _moved(part, device) for part in parts))
+
+
+def _moved(values: Tensor, device: torch.device) -> Tensor:
+    """On `device`. A copy to the CPU is waited for: it is read at once, by a host that no stream holds back."""
+    return values.to(device, non_blocking=device.type != "cpu")
 
 
 # ---- computing ------------------------------------------------------------------------------------------------------
@@ -236,6 +241,8 @@ def fill(source: StoredFeatures, *, rows_per_call: int = 8, say: Callable[[str],
     Raises RuntimeError when the disk is full.
     """
     store, target = source.store, source.target
+    if store.world > 1:
+        dist.barrier()  # nothing is written before all have seen what is missing: they deal it out among them alike
     lengths = [len(row.input_ids) for row in store.rows]
     missing = sorted((i for i in range(len(lengths)) if i not in store), key=lambda i: -lengths[i])
     here = len(lengths) - len(missing)

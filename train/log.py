@@ -79,7 +79,7 @@ class TrainLog:
             run_id.unlink(missing_ok=True)
             sent.unlink()
         if not run_id.exists():
-            run_id.write_text(os.environ.get("WANDB_RUN_ID") or os.urandom(4).hex())  # a sweep's agent brings the id
+            _replace(run_id, os.environ.get("WANDB_RUN_ID") or os.urandom(4).hex())  # a sweep's agent brings the id
         if sent.exists():
             self.sent = int(sent.read_text())
         mode = wandb_mode(self.cfg.wandb_mode, self.accelerator.print)
@@ -118,7 +118,7 @@ class TrainLog:
             # without `commit` W&B keeps a row open until the next one, and a killed run loses it
             self.accelerator.log(values, step=step, log_kwargs={"wandb": {"commit": True}})
             self.sent = step
-            self.path.with_name("wandb_step").write_text(str(step))
+            _replace(self.path.with_name("wandb_step"), str(step))
 
     def artifact(self, folder: Path) -> None:
         """The exported drafter as a W&B artifact of type model, named after the run's output folder."""
@@ -230,7 +230,14 @@ def _truncate(path: Path, start: int) -> None:
                 kept.append(line)
         except (ValueError, KeyError):
             continue
-    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    _replace(path, "".join(f"{line}\n" for line in kept))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file so that a kill, or a full disk, leaves the old one or the new one, never a part."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 def _flat(config: Record, prefix: str = "") -> Record:

@@ -27,15 +27,17 @@ def packed_states(target: Target, tap_layers: tuple[int, ...], batch: TrainBatch
     for number, group in enumerate(batch.chats.groups):
         real = group.attention_mask
         found = target.features(ids[group.tokens], real, tap_layers)
-        if number == 0:  # positions of no chat keep 0
-            taps = found.taps.new_zeros(len(ids), found.taps.shape[-1])
-            last_hidden = found.last_hidden.new_zeros(len(ids), found.last_hidden.shape[-1])
-        where = group.tokens[real]
-        taps[where], last_hidden[where] = found.taps[real], found.last_hidden[real]
+        if number == 0:  # positions of no chat keep 0; one more takes the padding of the groups
+            taps = found.taps.new_zeros(len(ids) + 1, found.taps.shape[-1])
+            last_hidden = found.last_hidden.new_zeros(len(ids) + 1, found.last_hidden.shape[-1])
+        # not `taps[tokens[real]]`: how many are real is on the device, and the host would wait for the target's forward
+        where = group.tokens.masked_fill(~real, len(ids)).flatten()
+        taps.index_copy_(0, where, found.taps.flatten(0, 1))
+        last_hidden.index_copy_(0, where, found.last_hidden.flatten(0, 1))
     for _ in range(MAX_GROUPS - len(batch.chats.groups) if target.collective else 0):
         target.features(ids[:1, None], None, tap_layers)
     shape = batch.input_ids.shape
-    return TargetFeatures(taps.view(*shape, -1), last_hidden.view(*shape, -1))
+    return TargetFeatures(taps[:-1].view(*shape, -1), last_hidden[:-1].view(*shape, -1))
 
 
 def concatenate(found: Sequence[RowFeatures], width: int) -> RowFeatures:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from ..models.dspark import DSpark
 from ..models.lora import merge_state, merged
 from .config import TrainConfig
+from .failure import follow_launcher
 from .optim import build_optimizer
 
 REPLICATED = ("one", "ddp")
@@ -62,6 +63,7 @@ def build(cfg: TrainConfig, device: str, output: Path) -> Accelerator:
 
     Raises ValueError for a strategy that we do not train under, and as `verify`.
     """
+    follow_launcher()
     wanted, cpu = launched(), device == "cpu"
     sharded = wanted not in REPLICATED
     group: dict[str, Any] = {"timeout": timedelta(seconds=cfg.collective_timeout)}
@@ -195,6 +197,11 @@ class Engine:
                 drafter.forward = torch.autocast(accelerator.device.type, dtype=torch.bfloat16)(drafter.forward)
         self.model, self.optimizer = accelerator.prepare(drafter, build_optimizer(drafter, cfg))
         _load_whole(accelerator)  # what prepare has undone
+        if self.strategy == "zero3" and drafter.markov_head is not None:
+            import deepspeed
+
+            # forward hands this weight out itself: without a word DeepSpeed finds that out in some step, and stops
+            deepspeed.zero.register_external_parameter(drafter, drafter.markov_head.markov_w2.weight)
         self.last = True
 
     @contextmanager

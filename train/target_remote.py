@@ -15,8 +15,10 @@ The local copy of the decoder layers stays on disk, for the self-test and the dr
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +50,18 @@ class RemoteTarget(Target):
         self.describe(cfg)
         self._pool = ThreadPoolExecutor(client.concurrency, thread_name_prefix="states")
         self._device = torch.device(device)
+        self._heads: dict[int, Tensor] = {}  # on the device, by the address of the weight here: a tied one once
+
+    def _there(self, weight: Tensor) -> Tensor:
+        key = weight.data_ptr()
+        if key not in self._heads:
+            self._heads[key] = weight.detach().to(self._device)
+        return self._heads[key]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As in Target; asked for with every request, so nothing is copied for it."""
+        return super().embedding_weight.dtype
 
     @property
     def device(self) -> torch.device:
@@ -57,12 +71,12 @@ class RemoteTarget(Target):
     @property
     def embedding_weight(self) -> Tensor:
         """As in Target."""
-        return super().embedding_weight.to(self._device)
+        return self._there(super().embedding_weight)
 
     @property
     def lm_head_weight(self) -> Tensor:
         """As in Target."""
-        return super().lm_head_weight.to(self._device)
+        return self._there(super().lm_head_weight)
 
     def states(self, requests: Mapping[str, Sequence[int]], tap_layers: tuple[int, ...]) -> dict[str, TargetFeatures]:
         """As in Target, from the server. Raises RuntimeError naming the request that failed or came back as another."""
@@ -214,9 +228,11 @@ def load_remote(cfg: TargetConfig, device: str | torch.device = "cpu") -> Remote
     parent = layers.rpartition(".")[0]
     places = {f"{parent}.{name}": "cpu" for name, _ in model.get_submodule(parent).named_children()} | {layers: "disk"}
     places |= {name: "cpu" for name, _ in model.named_children() if not layers.startswith(f"{name}.")}
+    # safetensors checkpoints are read in place; the folder takes what has to be converted, for as long as this process lives
+    offload = tempfile.mkdtemp(prefix="draftsmith-layers-")
+    atexit.register(shutil.rmtree, offload, ignore_errors=True)
     with _quiet():
-        # safetensors checkpoints are read in place; the folder would take what has to be converted
-        model = load_model(cfg, device_map=places, offload_folder=tempfile.mkdtemp(prefix="draftsmith-layers-"))
+        model = load_model(cfg, device_map=places, offload_folder=offload)
     return RemoteTarget(model, load_tokenizer(cfg), resolve_target(cfg), cfg, client, device)
 
 

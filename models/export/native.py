@@ -214,8 +214,8 @@ def check_config(config: dict[str, Any], where: str) -> None:
         raise ValueError(f"{where}: markov_head_type: {config.get('markov_head_type')!r} must be vanilla, gated or rnn")
     if config["enable_confidence_head"] and not isinstance(config.get("confidence_head_with_markov"), bool):
         raise ValueError(
-            f"{where}: confidence_head_with_markov: {config.get('confidence_head_with_markov')!r} must be true or false; readers "
-            "default it differently"
+            f"{where}: confidence_head_with_markov: {config.get('confidence_head_with_markov')!r} must be true or false; "
+            "readers default it differently"
         )
 
 
