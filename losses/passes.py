@@ -57,12 +57,12 @@ class Passes:
         or None. top: int64 [U] arg-max ids or None to find them.
         """
         count, find = len(logits), lse is None and top is None
-        number = [torch.empty(count, dtype=p.dtype, device=p.device) for _ in range(3)]
+        normaliser, mass, cross_sum = (torch.empty(count, dtype=p.dtype, device=p.device) for _ in range(3))
         if find:
             top = torch.empty(count, dtype=torch.int64, device=p.device)
         select = draft_ids if lse is None else None
         kept = (logits if select is None else logits[:, select]) if self.log_space else None
-        found = Law(p, *number, top, kept)
+        found = Law(p, normaliser, mass, cross_sum, top, kept)
         if self.native:
             given = None if lse is None else lse.to(p.dtype).contiguous()
             cross = found.cross if "kl" in self.names else None

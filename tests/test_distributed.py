@@ -159,7 +159,9 @@ def test_the_rows_of_a_step_fix_the_accumulation():
     cfg = TrainConfig(rows=2, accumulation=5, global_rows=16)
     assert [strategy.resolved(cfg, world).accumulation for world in (1, 2, 8)] == [8, 4, 1]
     assert strategy.resolved(TrainConfig(rows=2, accumulation=5), 8).accumulation == 5
-    with pytest.raises(ValueError, match=r"train.global_rows: 16 is not allowed; must be a multiple of 6 \(train.rows 2 on 3"):
+    with pytest.raises(
+        ValueError, match=r"train.global_rows: 16 is not allowed; it must be a multiple of 6 \(train.rows 2 on 3"
+    ):
         strategy.resolved(cfg, 3)
     with pytest.raises(ValueError, match="train.global_rows: is not allowed with train.packing packed"):
         strategy.resolved(TrainConfig(packing="packed", global_rows=16), 2)

@@ -194,7 +194,8 @@ class Engine:
             }  # fmt: skip
             accelerator.gradient_accumulation_steps = cfg.accumulation
             if cfg.precision == "bf16":  # DeepSpeed switches an autocast around it off
-                drafter.forward = torch.autocast(accelerator.device.type, dtype=torch.bfloat16)(drafter.forward)
+                autocast = torch.autocast(accelerator.device.type, dtype=torch.bfloat16)
+                drafter.forward = autocast(drafter.forward)  # type: ignore[method-assign]
         self.model, self.optimizer = accelerator.prepare(drafter, build_optimizer(drafter, cfg))
         _load_whole(accelerator)  # what prepare has undone
         if self.strategy == "zero3" and drafter.markov_head is not None:
