@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 from .config import TargetConfig
 from .facts import check_target, read_config, resolve_target
 from .target import Target, check_head, load_model, load_tokenizer, probe_texts
+
+LOADING = timedelta(hours=12)
 
 
 class ShardedTarget(Target):
@@ -80,7 +83,10 @@ def load_sharded(cfg: TargetConfig, device: str | torch.device) -> ShardedTarget
         check_head(reader)
         references = [reader.plain(text) for text in texts]
     box: list[Any] = [references, None if whole is None else whole.generation_config]
-    dist.broadcast_object_list(box, src=0)
+    # The others wait while the first reads and runs the whole target, which may take longer than a step ever does.
+    patient = dist.new_group(backend="gloo", timeout=LOADING)
+    dist.broadcast_object_list(box, src=0, group=patient)
+    dist.destroy_process_group(patient)
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(hf_config, dtype=getattr(torch, cfg.dtype))
     model.tie_weights()  # init_empty_weights replaces the parameters one by one

@@ -169,6 +169,28 @@ def test_a_disk_that_is_full_stops_the_run_with_the_last_checkpoint_intact(tmp_p
     assert_same(tmp_path, tmp_path / "other")
 
 
+def test_a_disk_that_is_full_before_the_first_byte_is_the_same_clear_error(tmp_path: Path, monkeypatch):
+    """The random state and the folder are written beside the training, before the background thread."""
+
+    def no_space() -> None:
+        monkeypatch.setattr(torch, "save", full)
+
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(RuntimeError, match=r"checkpoint: cannot be written below .*No space left.*step-0000002"):
+        run(settings(), tmp_path, at=(4, no_space))
+    assert names(tmp_path) == ["step-0000002"]
+
+
+def test_what_a_kill_left_half_written_is_removed_on_resume(tmp_path: Path):
+    run(settings(steps=2), tmp_path)
+    for torn in ("step-0000003.tmp", "step-0000002.old.tmp"):
+        (tmp_path / "checkpoints" / torn).mkdir()
+    run(settings(steps=2), tmp_path)
+    assert names(tmp_path) == ["step-0000002"]
+
+
 # ---- what a run goes on from ----------------------------------------------------------------------------------------
 
 

@@ -66,20 +66,17 @@ class Saver:
         accelerator = self.engine.accelerator
         final = self.folder / f"step-{step:07d}"
         temporary = final.with_name(f"{final.name}.tmp")
-        if self.main:
+        try:
+            if self.main:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+            accelerator.wait_for_everyone()
+            if not temporary.is_dir():
+                raise ValueError(f"output: {self.folder} is not the same folder on every machine; it must be on a shared disk")
+            write = self._begin(temporary)
+        except (OSError, RuntimeError) as error:  # a full disk; torch says RuntimeError
             shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        accelerator.wait_for_everyone()
-        if not temporary.is_dir():
-            raise ValueError(f"output: {self.folder} is not the same folder on every machine; it must be on a shared disk")
-        if self.engine.strategy in REPLICATED:
-            write = self._snapshot(temporary)
-        else:
-            accelerator.save_state(str(temporary), safe_serialization=True)
-            state = self.engine.whole_state()
-
-            def write() -> None:
-                self._write_drafter(temporary, state)
+            raise self._failed(error) from error
 
         accelerator.wait_for_everyone()
         if self.main:
@@ -96,9 +93,12 @@ class Saver:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            kept = list_checkpoints(self.folder)
-            last = f"the last complete one is {kept[-1]}" if kept else "there is no complete one"
-            raise RuntimeError(f"checkpoint: cannot be written below {self.folder} ({error}); {last}") from error
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> RuntimeError:
+        kept = list_checkpoints(self.folder)
+        last = f"the last complete one is {kept[-1]}" if kept else "there is no complete one"
+        return RuntimeError(f"checkpoint: cannot be written below {self.folder} ({error}); {last}")
 
     def close(self) -> None:
         """See wait."""
@@ -113,6 +113,14 @@ class Saver:
 
         self._thread = threading.Thread(target=run, name="checkpoint")
         self._thread.start()
+
+    def _begin(self, temporary: Path) -> Callable[[], None]:
+        """What all processes write at once; returns what is left for the main process."""
+        if self.engine.strategy in REPLICATED:
+            return self._snapshot(temporary)
+        self.engine.accelerator.save_state(str(temporary), safe_serialization=True)
+        state = self.engine.whole_state()
+        return lambda: self._write_drafter(temporary, state)
 
     def _snapshot(self, temporary: Path) -> Callable[[], None]:
         """Copy what the main process will write; every process writes its own random state at once."""
@@ -233,6 +241,8 @@ def resume(
         if meta.get(RUN_ID) and not run_id.is_file() and engine.accelerator.is_main_process:
             run_id.write_text(meta[RUN_ID])
     if engine.accelerator.is_main_process:
+        for torn in folder.glob("step-*.tmp"):  # left by a kill or a full disk
+            shutil.rmtree(torn, ignore_errors=True)
         for later in (p for p in found if int(p.name.removeprefix("step-")) > step):
             aside = later.with_name(f"aside-{later.name}")
             shutil.rmtree(aside, ignore_errors=True)

@@ -60,8 +60,10 @@ class StopSignal:
 
 
 @contextmanager
-def guard(accelerator: Accelerator) -> Iterator[None]:
+def guard(accelerator: Accelerator, *, brief: bool = False) -> Iterator[None]:
     """An exception of one process of several is printed with its traceback before anything else can hang or fail.
+
+    brief: a ValueError is a user's mistake and takes one line (set-up); inside the steps it may be anybody's.
 
     It is also handed to torchrun, whose summary then names the cause, and a process that cannot be torn down ends by itself.
     """
@@ -69,17 +71,17 @@ def guard(accelerator: Accelerator) -> Iterator[None]:
         yield
     except Exception as error:
         if accelerator.num_processes > 1 and not getattr(error, "_reported", False):
-            _report(accelerator.process_index, error)
+            _report(accelerator.process_index, error, brief=brief)
             ending = threading.Timer(TEARDOWN_SECONDS, os._exit, (1,))
             ending.daemon = True
             ending.start()
         raise
 
 
-def _report(rank: int, error: Exception) -> None:
+def _report(rank: int, error: Exception, *, brief: bool) -> None:
     error._reported = True  # type: ignore[attr-defined]
     sys.stdout.flush()
-    text = f"error: {error}\n" if isinstance(error, ValueError) else traceback.format_exc()
+    text = f"error: {error}\n" if brief and isinstance(error, ValueError) else traceback.format_exc()
     sys.stderr.write(f"process {rank} failed:\n{text}")
     sys.stderr.flush()
     from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
@@ -95,7 +97,7 @@ def whole_job(accelerator: Accelerator) -> Iterator[None]:
     An interpreter that shuts down in order may wait for a collective that never comes; then the launcher would not notice.
     """
     try:
-        with guard(accelerator):
+        with guard(accelerator, brief=True):
             yield
     except Exception as error:
         if accelerator.num_processes == 1:

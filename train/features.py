@@ -5,7 +5,8 @@ Shapes: R rows, T text length, n taps, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -151,6 +152,22 @@ class StoredFeatures:
     def close(self) -> None:
         """Write what waits for a full shard."""
         self.store.flush()
+
+
+@contextmanager
+def finishing(source: FeatureSource, say: Callable[[str], None]) -> Iterator[None]:
+    """When the run is over or stopped, write what a source still holds, and say what its disk was good for."""
+    failed = True
+    try:
+        yield
+        failed = False
+    except SystemExit:
+        failed = False
+        raise
+    finally:
+        if isinstance(source, StoredFeatures) and not failed:  # the disk may be why a run failed
+            source.close()
+            say(f"features: {source.store.stats.line()}")
 
 
 def begin_at(source: FeatureSource, micro_batch: int) -> None:

@@ -26,7 +26,7 @@ from . import checkpoint
 from .communication import GradientWait
 from .config import TrainConfig
 from .failure import Stopped, StopSignal, guard
-from .features import begin_at
+from .features import begin_at, finishing
 from .log import TrainLog
 from .metrics import Clock, describe, make_meter, named, reduce_stats
 from .optim import learning_rate
@@ -93,7 +93,8 @@ def run(
     gradient_wait = GradientWait(model, clock)
 
     # ---- steps ------------------------------------------------------------------------------------------------------
-    with log, closing(progress), closing(saver), closing(course), StopSignal() as stop, guard(accelerator):
+    source = finishing(setup.source, accelerator.print)
+    with log, closing(progress), closing(saver), source, closing(course), StopSignal() as stop, guard(accelerator):
         for step in range(start, cfg.steps):
             feed = course.enter(step, step_context, clock)
             micro = [next(feed) for _ in range(cfg.accumulation)]
