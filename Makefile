@@ -29,7 +29,7 @@ quickstart: $(STAMP)  ## the main job end to end: answers, training, export, mea
 	$(BIN)/draftsmith run recipes/quickstart.yaml $(ARGS)
 
 test: $(STAMP)  ## the tests that CI runs
-	$(BIN)/pytest -q -m "not slow" $(ARGS)
+	$(BIN)/pytest -q -m "not slow" -n 2 --dist loadfile $(ARGS)
 
 test-slow: $(STAMP)  ## the long ones
 	$(BIN)/pytest -q -m slow $(ARGS)
