@@ -135,13 +135,15 @@ def test_folder_of_another_recipe(tmp_path):
 def test_a_lock_older_than_a_setting_stays_valid(tmp_path):
     folder = tmp_path / "out"
     plain = pipeline.to_plain(pipeline.from_plain({"output": str(folder)}))
-    older = {**plain, "train": {key: value for key, value in plain["train"].items() if key != "tracker"}}
+    older = {**plain, "train": {key: value for key, value in plain["train"].items() if key != "clip"}}
     pipeline.claim_folder(folder, older)
     (folder / "train.jsonl").write_text("")
     assert not pipeline.check_folder(folder, plain), "the missing setting counts as its default"
-    other = {**plain, "train": {**plain["train"], "tracker": "wandb"}}
-    with pytest.raises(ConfigError, match="train.tracker: 'none' -> 'wandb'"):
+    other = {**plain, "train": {**plain["train"], "clip": 0.5}}
+    with pytest.raises(ConfigError, match="train.clip: 1.0 -> 0.5"):
         pipeline.check_folder(folder, other)
+    watched = {**plain, "train": {**plain["train"], "tracker": "wandb"}}
+    assert not pipeline.check_folder(folder, watched), "how a run is watched changes nothing of it"
 
 
 def test_foreign_folder_is_refused(recipe, tmp_path, capsys):

@@ -507,8 +507,8 @@ def test_every_name_makes_a_proposer(tmp_path):
     Calibration(5, [Entry.identity(Setting(0.0, 0, 1.0, "block"), 5)]).save(folder)
     target().model.save_pretrained(tmp_path / "small")
     for kind in PROPOSERS:
-        if kind == "small":
-            continue  # needs a tokenizer on disk: tests/test_real_parity.py
+        if kind in ("small", "eagle3"):
+            continue  # name a folder: tests/test_real_parity.py, tests/test_eagle3.py
         made = make_proposer(
             kind, target=target(), slots=2, max_context=64, dtype=torch.float32, drafter_folder=folder
         )  # fmt: skip
