@@ -122,8 +122,8 @@ def main() -> int:
         "threads": asked.threads, "chunk_mib": asked.chunk_mib,
     }  # fmt: skip
     print("\n" + json.dumps({name: report[name] for name in ("time_over_matmul", "peak_bytes_over_inputs")}))
-    if asked.out:
-        asked.out.write_text(json.dumps(report, indent=1) + "\n")
+    if asked.json:
+        asked.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 

@@ -81,8 +81,8 @@ def main() -> int:
         "precision": asked.precision, "threads": asked.threads, "shapes": {n: {**SHAPES[n], **row} for n, row in found.items()},
     }  # fmt: skip
     print(json.dumps({name: report[name] for name in ("time_over_speculators", "memory_over_speculators")}))
-    if asked.out:
-        asked.out.write_text(json.dumps(report, indent=1) + "\n")
+    if asked.json:
+        asked.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 
