@@ -53,6 +53,8 @@ interop: $(STAMP) $(INTEROP_STAMP)  ## exported drafters in speculators and in v
 	-$(PYTHON) benchmarks/interop_setup.py $(INTEROP_VLLM)
 	$(BIN)/python benchmarks/interop.py --python $(INTEROP)/bin/python --vllm $(INTEROP_VLLM)/bin/python \
 		$(if $(wildcard $(QUICKSTART)),--drafter $(QUICKSTART)) $(ARGS)
+	$(BIN)/python benchmarks/interop_eagle3.py write outputs/interop-eagle3
+	$(INTEROP)/bin/python benchmarks/interop_eagle3.py compare outputs/interop-eagle3
 
 lint: $(STAMP)  ## style and layering of imports
 	$(BIN)/ruff check .

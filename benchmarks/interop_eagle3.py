@@ -106,7 +106,10 @@ def compare(folder: Path) -> None:
             hidden_states=kept["taps"][None], input_ids=kept["tokens"][None], ttt_steps=1,
             document_ids=torch.zeros(1, TOKENS, dtype=torch.long),
         )  # fmt: skip
-        found[place.name] = float((seen[0][0] - kept["logits"]).abs().max())
+        difference, largest = float((seen[0][0] - kept["logits"]).abs().max()), float(kept["logits"].abs().max())
+        found[place.name] = difference
+        if not difference <= 1e-5 * (1.0 + largest):
+            sys.exit(f"{place.name}: draft logits differ by {difference:.1e} (largest {largest:.1f})")
     print(json.dumps(found))
 
 
